@@ -1,0 +1,281 @@
+"""What counts: pure decisions over attempt records and markers (FORMAT.md, sections 2 to 7).
+
+No I/O, no clock. The model test explores these very functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt.errors import Damaged, NotFound
+
+Kind = Literal["start", "resume", "restore", "rewind", "fallback", "fork"]
+KINDS: tuple[Kind, ...] = ("start", "resume", "restore", "rewind", "fallback", "fork")
+
+Skips = Mapping[str, Sequence[tuple[int, int]]]
+"""Iterator name -> half-open ranges of examples, sorted and disjoint."""
+
+
+@dataclass(frozen=True, order=True)
+class StepId:
+    """A committed step, as its marker tells. Branch 0, attempt 0: written by Orbax."""
+
+    step: int
+    branch: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (branch {self.branch}, attempt {self.attempt})"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The record that makes an attempt the owner of the run."""
+
+    attempt: int
+    kind: Kind
+    host: str
+    pid: int
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where an attempt continues from, and on which branch."""
+
+    attempt: int
+    kind: Kind
+    parent: StepId | None
+    branch: int
+    reason: str = ""
+    skips: Skips = field(default_factory=dict)
+    time_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The steps of one chain member that count: `after` < step <= `upto` (None: no bound)."""
+
+    attempt: int
+    branch: int
+    after: int
+    upto: int | None
+
+    def holds(self, step: StepId) -> bool:
+        return (
+            step.attempt == self.attempt
+            and step.branch == self.branch
+            and step.step > self.after
+            and (self.upto is None or step.step <= self.upto)
+        )
+
+
+Lineage = tuple[Reach, ...]
+"""Newest chain member first."""
+
+ORBAX_ROOT = 0
+"""Branch and attempt number of steps that Orbax wrote into the root."""
+
+
+@dataclass(frozen=True)
+class Remain:
+    """A temporary name that was found: a step in the making, being deleted, or moved aside."""
+
+    branch: int
+    step: int
+    attempt: int
+    state: Literal["making", "deleted", "aside"]
+    name: str
+    complete: bool = False
+    """All parts and images are there and agree; asked only of steps in the making."""
+
+
+def owner(claims: Collection[int]) -> int:
+    """The highest claimed number; 0 when nobody has claimed the run."""
+    return max(claims, default=0)
+
+
+def owns(attempt: int, claims: Collection[int]) -> bool:
+    """The look: is `attempt` still the owner?"""
+    return owner(claims) == attempt
+
+
+def next_number(claims: Collection[int]) -> int:
+    """The number to claim next."""
+    return owner(claims) + 1
+
+
+def head(decisions: Mapping[int, Decision]) -> Decision | None:
+    """The decision of the highest number that has one; None for a run without decisions."""
+    return decisions[max(decisions)] if decisions else None
+
+
+def lineage(decisions: Mapping[int, Decision], of: Decision | None) -> Lineage:
+    """Reaches of the chain of `of`, newest first.
+
+    A run without decisions has the lineage of what Orbax left in the root.
+
+    Raises:
+        Damaged: a record that the chain needs is absent, or the chain does not descend.
+    """
+    reaches: list[Reach] = []
+    upto: int | None = None
+    current = of
+    while current is not None:
+        parent = current.parent
+        after = parent.step if parent is not None else -1
+        reaches.append(Reach(current.attempt, current.branch, after, upto))
+        if parent is None:
+            return tuple(reaches)
+        upto = parent.step
+        if parent.attempt == ORBAX_ROOT:
+            break
+        if parent.attempt >= current.attempt:
+            raise Damaged(
+                f"attempt {current.attempt} names attempt {parent.attempt} as the writer of its "
+                "parent, which is not older; the attempt records are damaged"
+            )
+        if parent.attempt not in decisions:
+            raise Damaged(
+                f"attempt {current.attempt} continues from {parent}, but the record "
+                f"attempts/{parent.attempt}.from.json is absent; put it back from a copy of the "
+                "run, or restore that step by its path"
+            )
+        current = decisions[parent.attempt]
+    reaches.append(Reach(ORBAX_ROOT, ORBAX_ROOT, -1, upto))
+    return tuple(reaches)
+
+
+def counts(line: Lineage, step: StepId) -> bool:
+    """Does a committed step belong to the lineage?"""
+    return any(reach.holds(step) for reach in line)
+
+
+def counting(line: Lineage, steps: Iterable[StepId]) -> list[StepId]:
+    """The steps that count, in ascending order."""
+    return sorted(step for step in steps if counts(line, step))
+
+
+def decide(
+    attempt: int,
+    kind: Kind,
+    *,
+    parent: StepId | None,
+    newest: StepId | None,
+    current: Decision | None,
+    own_branch: bool = False,
+    reason: str = "",
+    skips: Skips | None = None,
+    time_ns: int = 0,
+) -> Decision:
+    """The decision of `attempt`, which continues from `parent`.
+
+    Args:
+        parent: the step that was chosen; None for a run that starts from nothing.
+        newest: the newest counting step at the time of the listing.
+        current: the head's decision at the time of the listing.
+        own_branch: the store cannot rename, so that no two attempts may share a branch.
+        skips: new skips, on top of those of the head, which stay in force.
+    """
+    stays = (
+        not own_branch
+        and kind in ("resume", "restore")
+        and current is not None
+        and parent is not None
+        and parent == newest
+    )
+    branch = current.branch if stays and current is not None else attempt
+    inherited = current.skips if current is not None else {}
+    return Decision(
+        attempt, kind, parent, branch, reason, join_skips(inherited, skips or {}), time_ns
+    )
+
+
+def may_be_remade(line: Lineage, attempt: int, occupant: StepId | None) -> bool:
+    """May a step that stands where `attempt` wants to publish be moved aside?
+
+    `occupant` is None when its marker cannot be read: then it counts for nobody.
+    """
+    return occupant is None or (occupant.attempt < attempt and not counts(line, occupant))
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Roll forward: finish the commit of this step."""
+
+    remain: Remain
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Roll forward: delete this temporary name."""
+
+    remain: Remain
+
+
+def roll_forward(
+    attempt: int, line: Lineage, steps: Iterable[StepId], remains: Iterable[Remain]
+) -> list[Publish | Remove]:
+    """What a new attempt does with the temporary names it found, publishing in step order.
+
+    `line` is the lineage of the head at the time of the listing, `steps` the committed steps.
+    Names of attempts that are not older than `attempt` are left alone.
+    """
+    older = [remain for remain in remains if remain.attempt < attempt]
+    newest = max((step.step for step in counting(line, steps)), default=-1)
+    actions: list[Publish | Remove] = []
+    for remain in sorted(older, key=lambda r: (r.step, r.attempt, r.name)):
+        would_count = counts(line, StepId(remain.step, remain.branch, remain.attempt))
+        if remain.state == "making" and remain.complete and would_count and remain.step > newest:
+            actions.append(Publish(remain))
+            newest = remain.step
+        else:
+            actions.append(Remove(remain))
+    return actions
+
+
+def may_put_back(attempt: int, seen: Collection[StepId], remain: Remain) -> bool:
+    """May a step be taken back from its `-deleted` name?
+
+    Only if this attempt saw it committed *after* its claim: then the deleter condemned it later,
+    and its look will find the claim, so that it will not remove it.
+    """
+    return (
+        remain.state == "deleted"
+        and remain.attempt < attempt
+        and any(s.branch == remain.branch and s.step == remain.step for s in seen)
+    )
+
+
+def choose(line: Lineage, steps: Iterable[StepId], wanted: int | None = None) -> StepId | None:
+    """The newest counting step, or the counting step numbered `wanted`.
+
+    Raises:
+        NotFound: `wanted` is given and no such step counts.
+    """
+    found = counting(line, steps)
+    if wanted is None:
+        return found[-1] if found else None
+    for step in found:
+        if step.step == wanted:
+            return step
+    there = ", ".join(str(s.step) for s in found[-8:]) or "none"
+    raise NotFound(f"step {wanted} is not in the lineage of the run; newest steps there: {there}")
+
+
+def join_skips(*skips: Skips) -> dict[str, list[tuple[int, int]]]:
+    """The union of several skip lists, sorted and disjoint."""
+    merged: dict[str, list[tuple[int, int]]] = {}
+    for name in sorted({name for each in skips for name in each}):
+        ranges = sorted((int(a), int(b)) for each in skips for a, b in each.get(name, ()) if a < b)
+        joined: list[tuple[int, int]] = []
+        for start, stop in ranges:
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        if joined:
+            merged[name] = joined
+    return merged
