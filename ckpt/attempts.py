@@ -1,0 +1,199 @@
+"""The records of a run in a store: claims, decisions, steps, temporary names.
+
+What they mean is decided in `ckpt.lineage`; here they are only read and written.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+
+from ckpt import layout
+from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, Superseded
+from ckpt.lineage import (
+    Claim,
+    Decision,
+    Kind,
+    Lineage,
+    Remain,
+    StepId,
+    counting,
+    head,
+    lineage,
+    next_number,
+    owner,
+    owns,
+)
+from ckpt.store import Store
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a run's root held when it was listed, small files only."""
+
+    claims: tuple[int, ...] = ()
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    steps: tuple[StepId, ...] = ()
+    """Committed steps, counting or not."""
+    damaged: tuple[tuple[str, str], ...] = ()
+    """(name, reason) of final names that are no committed step."""
+    remains: tuple[Remain, ...] = ()
+
+    @property
+    def head(self) -> Decision | None:
+        return head(self.decisions)
+
+    @property
+    def lineage(self) -> Lineage:
+        return lineage(self.decisions, self.head)
+
+    @property
+    def counting(self) -> list[StepId]:
+        """The steps that count, ascending."""
+        return counting(self.lineage, self.steps)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of ours and nothing of Orbax's."""
+        return not (self.claims or self.steps or self.damaged or self.remains)
+
+
+def list_run(store: Store) -> Listing:
+    """Read all records; steps by their markers only.
+
+    Raises:
+        Damaged: a decision cannot be read: without it nothing can be said of the lineage.
+        StoreFailed: the store did not answer.
+    """
+    claims = list_claims(store)
+    decisions = {}
+    for entry in store.list(layout.ATTEMPTS):
+        number = layout.parse_decision_name(entry.name)
+        if number is not None:
+            key = f"{layout.ATTEMPTS}/{entry.name}"
+            where = f"{store.location}/{key}"
+            decision = layout.parse_decision(store.read(key), where)
+            if decision.attempt != number:
+                raise Damaged(f"{where}: holds the decision of attempt {decision.attempt}")
+            decisions[number] = decision
+    steps: list[StepId] = []
+    damaged: list[tuple[str, str]] = []
+    remains: list[Remain] = []
+    for entry in store.list(""):
+        branch = layout.parse_branch_name(entry.name) if entry.is_dir else None
+        if branch is not None:
+            _list_branch(store, branch, steps, damaged, remains)
+    steps += orbax_steps(store)
+    return Listing(tuple(claims), decisions, tuple(sorted(steps)), tuple(damaged), tuple(remains))
+
+
+def _list_branch(
+    store: Store,
+    branch: int,
+    steps: list[StepId],
+    damaged: list[tuple[str, str]],
+    remains: list[Remain],
+) -> None:
+    for entry in store.list(layout.branch_name(branch)):
+        if not entry.is_dir:
+            continue
+        remain = layout.parse_temporary_name(branch, entry.name)
+        if remain is not None:
+            remains.append(remain)
+            continue
+        step = layout.parse_step_name(entry.name)
+        if step is None:
+            continue
+        name = layout.step_name(branch, step)
+        try:
+            steps.append(read_marker(store, branch, step).id)
+        except NotFound:
+            if store.exists(name):
+                damaged.append((name, f"{layout.MARKER} is absent"))
+        except CheckpointError as error:
+            if not isinstance(error, Damaged):
+                raise
+            damaged.append((name, str(error)))
+
+
+def read_marker(store: Store, branch: int, step: int) -> layout.Marker:
+    """The marker of a step, checked against the place where it lies.
+
+    Raises:
+        NotFound: no marker there.
+        Damaged: it does not parse, or belongs elsewhere.
+    """
+    key = f"{layout.step_name(branch, step)}/{layout.MARKER}"
+    where = f"{store.location}/{key}"
+    marker = layout.Marker.parse(store.read(key), where)
+    if (marker.id.branch, marker.id.step) != (branch, step):
+        raise Damaged(
+            f"{where}: belongs to {marker.id}, found in branch {branch} as step {step}; "
+            "the directory was renamed or its files were mixed up"
+        )
+    return marker
+
+
+def orbax_steps(store: Store) -> list[StepId]:
+    """Steps that Orbax wrote straight into the root."""
+    found = []
+    for entry in store.list(""):
+        step = layout.parse_step_name(entry.name) if entry.is_dir else None
+        if step is None:
+            continue
+        names = {inner.name for inner in store.list(entry.name)}
+        if names & {layout.ORBAX_STEP, layout.ORBAX_V1, "_METADATA", layout.MARKER, "default"}:
+            found.append(StepId(step, 0, 0))
+    return found
+
+
+def list_claims(store: Store) -> list[int]:
+    """The claimed numbers."""
+    numbers = (layout.parse_claim_name(entry.name) for entry in store.list(layout.ATTEMPTS))
+    return sorted(number for number in numbers if number is not None)
+
+
+def claim(store: Store, kind: Kind) -> int:
+    """Become the owner of the run: put the next number."""
+    while True:
+        number = next_number(list_claims(store))
+        record = Claim(number, kind, socket.gethostname(), os.getpid(), time.time_ns())
+        try:
+            store.put_if_absent(layout.claim_name(number), layout.emit_claim(record))
+        except AlreadyExists:
+            continue  # somebody was faster; take the number after theirs
+        return number
+
+
+def record(store: Store, decision: Decision) -> None:
+    """Write the decision of an attempt, once."""
+    store.put_if_absent(layout.decision_name(decision.attempt), layout.emit_decision(decision))
+
+
+def look(store: Store, attempt: int) -> None:
+    """Is `attempt` still the owner?
+
+    Raises:
+        Superseded: a newer attempt has claimed the run; it is named.
+    """
+    claims = list_claims(store)
+    if owns(attempt, claims):
+        return
+    number = owner(claims)
+    raise Superseded(
+        f"{store.location}: attempt {attempt} no longer owns the run: "
+        f"{describe_claim(store, number)} took it over; stop this trainer, or start it again "
+        "to go on from the newest step"
+    )
+
+
+def describe_claim(store: Store, number: int) -> str:
+    """Attempt, host, pid and time of a claim, as far as they can be read."""
+    try:
+        found = layout.parse_claim(store.read(layout.claim_name(number)), layout.claim_name(number))
+    except CheckpointError:
+        return f"attempt {number}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.time_ns / 1e9))
+    return f"attempt {number} ({found.kind}, pid {found.pid} on {found.host}, {when})"
