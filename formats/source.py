@@ -1,0 +1,210 @@
+"""What every source of records promises, and the few pieces that all of them share.
+
+A source is an immutable sequence of records, numbered from 0 in the order of its files. It hands
+out any set of them in one call, in any order, and can say what it is made of.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
+
+import numpy as np
+import xxhash
+
+from formats.errors import Misuse, OutOfRange
+
+Batch: TypeAlias = "list[bytes] | dict[str, np.ndarray | list[Any]]"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a columnar source: what `Source.read` returns under its name.
+
+    kind: `array` an ndarray `[n, *shape]` of `dtype`; `ragged` a list of n 1-D ndarrays of
+        `dtype`; `str`, `bytes` a list of n of them; `object` a list of n plain Python values.
+        In lists a null is None.
+    dtype: a NumPy dtype name, empty where there is none.
+    shape: of one row.
+    """
+
+    name: str
+    kind: Literal["array", "ragged", "str", "bytes", "object"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one `read` returns: columns by name or, where there are none, a list of bytes."""
+
+    columns: tuple[Column, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that is equal exactly where the specs are."""
+        return {"columns": [asdict(c) | {"shape": list(c.shape)} for c in self.columns]}
+
+
+class Source(abc.ABC):
+    """A finite sequence of records with batched random access.
+
+    May be shared by threads, forked and pickled; open files belong to one process and are opened
+    again in another. Grain takes it as it is: `grain.MapDataset.source(source)`.
+    """
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of records."""
+
+    @abc.abstractmethod
+    def read(self, indices: np.ndarray | Sequence[int]) -> Batch:
+        """The records `indices` (int64[n], any order, repeats allowed), in that order.
+
+        A list of n bytes for sources of records, a dict of n-row columns for columnar ones. This
+        is one call per batch: reads are grouped by file and sorted by position. The result
+        belongs to the caller.
+
+        Raises: OutOfRange; BadRecord for a record that cannot be read; Damaged or StoreFailed for
+        a file that cannot.
+        """
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> Spec:
+        """What `read` returns."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What the source is made of, as a JSON value; `digest` stands for all the rest.
+
+        Keys: `format`, `records`, `files` (each with `name` relative to the fixed part of the
+        pattern, `bytes`, `records`, and digests `tail` of its last 128 KiB, where footer and
+        index lie, and `sample` of 16 pages spread over it), `columns` (name to type, of those
+        that are read), `digest`. Neither modification times nor the place of the files enter.
+        It reads at most 192 KiB a file, once; it is no digest over all bytes.
+
+        Raises: Mismatch when a file changed since the source was opened.
+        """
+
+    @abc.abstractmethod
+    def where(self, index: int) -> str:
+        """File and position of one record, for messages."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the files of this process. Reading afterwards raises Misuse."""
+
+    def __getitem__(self, index: int) -> Any:
+        """One record: bytes, or a dict of one value per column. Negative numbers are refused."""
+        batch = self.read(np.array([index], np.int64))
+        if isinstance(batch, dict):
+            return {name: column[0] for name, column in batch.items()}
+        return batch[0]
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@final
+class Handles(Generic[T]):
+    """Open files by number: the `limit` most recently used ones of this process.
+
+    A forked child starts with none, since file positions and locks of the parent are not its own.
+    A handle that falls out is closed when its last user lets go of it.
+    """
+
+    def __init__(self, opener: Callable[[int], T], limit: int) -> None:
+        self._opener = opener
+        self._limit = max(1, limit)
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, T] = {}
+        self._closed = False
+        self._pid = os.getpid()
+
+    def get(self, number: int) -> T:
+        """The open handle of file `number`, opened at need."""
+        if self._pid != os.getpid():
+            was_closed = self._closed
+            self._start()
+            self._closed = was_closed
+        with self._lock:
+            if self._closed:
+                raise Misuse("this source is closed; open it again to read from it")
+            handle = self._open.pop(number, None)
+            if handle is not None:
+                self._open[number] = handle
+                return handle
+        handle = self._opener(number)
+        with self._lock:
+            kept = self._open.setdefault(number, handle)
+            while len(self._open) > self._limit:
+                del self._open[next(iter(self._open))]
+            return kept
+
+    def drop(self, number: int, handle: T) -> None:
+        """Forget `handle`, unless another thread has put a new one in its place."""
+        with self._lock:
+            if self._open.get(number) is handle:
+                del self._open[number]
+
+    def close(self) -> None:
+        """Forget all handles and refuse new ones."""
+        if self._pid != os.getpid():
+            self._start()
+        with self._lock:
+            self._open.clear()
+            self._closed = True
+
+
+def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
+    """`indices` as int64[n], each checked against [0, length).
+
+    Raises: Misuse for anything but a one-dimensional sequence of integers; OutOfRange.
+    """
+    rows = np.asarray(indices)
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise Misuse(
+            f"read wants a one-dimensional sequence of integers, found {rows.dtype}"
+            f" of shape {list(rows.shape)}"
+        )
+    rows = rows.astype(np.int64, copy=False)
+    if rows.size and (rows.min() < 0 or rows.max() >= length):
+        bad = int(rows[(rows < 0) | (rows >= length)][0])
+        raise OutOfRange(f"record {bad} asked for, the source has records 0 to {length - 1}")
+    return rows
+
+
+def grouped(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Split a batch by part (file, row group): part, positions in it (rising), places in the batch.
+
+    `starts` is int64[parts + 1]: the first row of each part, then the number of rows.
+    """
+    if not rows.size:
+        return
+    order = np.argsort(rows, kind="stable")
+    ranked = rows[order]
+    # The last of several equal starts is the part that is not empty.
+    parts = np.searchsorted(starts, ranked, side="right") - 1
+    cuts = np.flatnonzero(parts[1:] != parts[:-1]) + 1
+    bounds = [0, *cuts.tolist(), len(rows)]
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        part = int(parts[first])
+        yield part, ranked[first:last] - starts[part], order[first:last]
+
+
+def sealed(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """`fingerprint` with `digest` added: hex xxh3-128 over its canonical JSON."""
+    text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return fingerprint | {"digest": xxhash.xxh3_128_hexdigest(text.encode())}
