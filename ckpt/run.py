@@ -1,0 +1,303 @@
+"""The training loop with everything in it: resume, save, rewind on a spike, leave on preemption."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import Misuse
+from ckpt.spike import GuardState, Rewind, SpikeGuard
+
+if TYPE_CHECKING:
+    from ckpt.manager import CheckpointManager, Pending, Restored
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """A rewind that took place."""
+
+    onset: int  # step of the first bad value
+    to: int  # step gone back to
+    skip: range  # steps whose batches are left out
+    reason: str
+
+
+class Run:
+    """Drives a training loop from wherever the run stands to `steps` completed updates.
+
+    ::
+
+        with ckpt.Run(manager, state, data, guard=ckpt.SpikeGuard(), steps=10_000) as run:
+            for step, batch in run:
+                new_state, loss = train_step(run.state, batch)
+                run.update(new_state, loss=loss)
+
+    Entering resumes through the manager: `state` (any tree) is the start of a fresh run and the
+    `like` of every restore. The loop yields `(step, batch)`: `step` is the number that the update
+    completes, so the first is 1, and step s is what is saved, logged and skipped as step s. `data`
+    is one iterator with `get_state` and `set_state`.
+
+    With a `guard`, the value named `metric` is watched; a spike rewinds the run inside `update`.
+    It must be the same on all processes. Each value is read `guard.lag` updates late, and at once
+    where a step is saved, so that a step never holds a state whose loss was not looked at. A fresh
+    run with a guard saves step 0: there is always something to go back to.
+
+    On SIGTERM (main thread only; earlier handlers are called too, and put back at the end) the
+    current step is saved at the next update, the loop ends and `preempted` is true. Leaving the
+    loop saves the last step and waits until all that is due is durable; leaving it with an
+    exception saves nothing more.
+
+    It does not close the manager. Raises what the manager raises, also for background saves, and
+    `TooManyRewinds`.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        state: Any,
+        data: Any,
+        *,
+        steps: int,
+        guard: SpikeGuard | None = None,
+        metric: str = "loss",
+        must_exist: bool = False,
+    ) -> None:
+        if steps < 0:
+            raise Misuse(f"Run.steps: wanted the number of updates to complete, found {steps}")
+        if not hasattr(data, "__next__"):
+            raise Misuse(
+                f"Run.data: wanted one iterator, found {type(data).__name__}; call .iterator() on "
+                "a pipeline, and use the manager itself for several iterators"
+            )
+        self.steps = steps
+        self.rewinds: list[Rewound] = []
+        self.preempted = False
+        self._manager, self._data = manager, data
+        self._guard, self._metric, self._must_exist = guard, metric, must_exist
+        self._state, self._step = state, 0
+        self._restored: Restored | None = None
+        self._guard_state = GuardState()
+        self._unread: deque[tuple[int, Any]] = deque()  # (step, value) not observed yet
+        self._metrics: dict[str, Any] = {}
+        self._extra: Any = None
+        self._saved_step: int | None = None
+        self._taken = False  # a batch was handed out and its update has not come
+        self._sigterm = _Sigterm()
+
+    @property
+    def state(self) -> Any:
+        """The state after `step` updates; what `train_step` takes next."""
+        return self._state
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        return self._step
+
+    @property
+    def restored(self) -> Restored:
+        """What the last resume or rewind brought back: step, extra, metrics, report."""
+        if self._restored is None:
+            raise Misuse("the run has not been entered yet: use `with ckpt.Run(...) as run:`")
+        return self._restored
+
+    def __enter__(self) -> Run:
+        if self._restored is not None:
+            raise Misuse("a Run is entered once; make a new one to go on")
+        restored = self._manager.resume(
+            like=self._state, data=self._data, must_exist=self._must_exist
+        )
+        self._continue_from(restored)
+        if self._guard is not None:
+            self._guard_state = _guard_state(restored.guard) or GuardState()
+            if (before := _guard_state(restored.guard_before_rewind)) is not None:
+                # Stopped between a rewind and the first step saved after it.
+                self._guard_state = self._guard.rewound(before, self._guard_state, self._step)
+            if self._step == 0 and 0 not in self._manager.all_steps():
+                self._save(force=True)
+        self._sigterm.install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._sigterm.put_back()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        step = self.restored.step  # raises before `with`
+        while not self.preempted:
+            if self._taken:
+                raise Misuse(
+                    f"step {self._step + 1} got a batch but no update: call run.update(new_state, "
+                    f"{self._metric}=...) once for each batch"
+                )
+            if self._sigterm.arrived:
+                self.preempted = True
+            elif self._step >= self.steps or (batch := self._next_batch()) is _END:
+                # The guard may still send the run back when it reads the last values.
+                if not self._observe(keep=0):
+                    return
+            else:
+                step = self._step + 1
+                self._taken = True
+                yield step, batch
+
+    def update(self, state: Any, *, extra: Any = None, **metrics: Any) -> Pending | None:
+        """Completes a step: the point where step, state and data agree.
+
+        state: the new state, of the same structure as the first.
+        extra: JSON value to save with the step. metrics: scalars (arrays are read only when a
+        step is saved, or late by the guard).
+
+        Returns the save that began, if one did. After a rewind, `step` and `state` are those gone
+        back to, and `rewinds` has one more entry.
+        """
+        if not self._taken:
+            raise Misuse(
+                f"update without a batch, after step {self._step}: call it once for each batch "
+                "the run yields"
+            )
+        if self._guard is not None:
+            if self._metric not in metrics:
+                raise Misuse(
+                    f"the guard watches {self._metric!r}: wanted run.update(state, "
+                    f"{self._metric}=...), found {sorted(metrics) or 'no metrics'}"
+                )
+            self._unread.append((self._step + 1, metrics[self._metric]))
+        self._taken = False
+        self._step += 1
+        self._state, self._metrics, self._extra = state, metrics, extra
+        last = self._step >= self.steps or self._sigterm.arrived
+        due = last or self._manager.should_save(self._step)
+        if self._observe(keep=0 if due or self._guard is None else self._guard.lag):
+            return None
+        return self._save(force=last) if due else None
+
+    def _next_batch(self) -> Any:
+        try:
+            return next(self._data)
+        except StopIteration:
+            return _END
+
+    def _save(self, *, force: bool) -> Pending | None:
+        pending = self._manager.save(
+            self._step,
+            self._state,
+            data=self._data,
+            metrics={name: float(value) for name, value in self._metrics.items()},
+            extra=self._extra,
+            guard=None if self._guard is None else self._guard_state.to_json(),
+            force=force,
+        )
+        if pending is not None:
+            self._saved_step = self._step
+        return pending
+
+    def _observe(self, *, keep: int) -> bool:
+        """Shows the guard all but the newest `keep` values; true when that made the run rewind."""
+        while self._guard is not None and len(self._unread) > keep:
+            step, value = self._unread.popleft()
+            self._guard_state, rewind = self._guard.observe(self._guard_state, step, float(value))
+            if rewind is not None:
+                self._rewind(self._guard, rewind)
+                return True
+        return False
+
+    def _rewind(self, guard: SpikeGuard, rewind: Rewind) -> None:
+        # The target must not depend on how far a background save has come.
+        self._manager.wait_until_finished()
+        to = guard.target(self._manager.all_steps(), rewind.onset)
+        like, self._state = _specs(self._state), None  # the memory goes to what is restored
+        restored = self._manager.rewind(
+            to,
+            skip_steps=rewind.skip,
+            reason=rewind.reason,
+            like=like,
+            data=self._data,
+            guard=self._guard_state.to_json(),
+        )
+        saved = _guard_state(restored.guard)
+        self._guard_state = guard.rewound(self._guard_state, saved, restored.step)
+        self._unread.clear()
+        self._continue_from(restored)
+        self.rewinds.append(Rewound(rewind.onset, restored.step, rewind.skip, rewind.reason))
+
+    def _continue_from(self, restored: Restored) -> None:
+        self._restored = restored
+        self._state, self._step = restored.state, restored.step
+        self._metrics, self._extra = dict(restored.metrics or {}), restored.extra
+        self._saved_step = restored.step if restored.step else None
+
+    def _finish(self) -> None:
+        if self._taken:
+            warnings.warn(
+                f"the loop was left with a batch taken and not used: step {self._step} is not "
+                f"saved, the newest saved step is {self._saved_step}; leave it after run.update",
+                stacklevel=3,
+            )
+        elif not self._observe(keep=0) and self._saved_step != self._step:
+            self._save(force=True)
+        self._manager.wait_until_finished()
+
+
+class _Sigterm:
+    """Notes SIGTERM, calls the handler that was there before, and puts it back."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self._previous: Any = None
+        self._installed = False
+
+    def install(self) -> None:
+        # Elsewhere Python refuses handlers; the program then deals with signals itself.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+            self._installed = True
+
+    def put_back(self) -> None:
+        if self._installed:
+            # None stands for a handler that was not installed from Python.
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+            self._installed = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.arrived = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+_END = object()
+
+
+def _guard_state(value: Any) -> GuardState | None:
+    return None if value is None else GuardState.from_json(value)
+
+
+def _specs(state: Any) -> Any:
+    """The same tree with each jax array replaced by its shape, dtype and sharding."""
+    import jax
+
+    def spec(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding,
+            weak_type=getattr(leaf, "weak_type", False),  # typed keys have none
+        )
+
+    return jax.tree.map(spec, state)
