@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Damaged, Misuse
-from ckpt.image import CRC_BYTES, ArraySpec, Header, dtype_of
+from ckpt.grid import CRC_BYTES
+from ckpt.image import ArraySpec, Header, dtype_of
 
 LEAF_KEYS = 4096
 """Keys in a leaf. Readers decode a whole leaf to find one key."""
