@@ -7,6 +7,7 @@ out any set of them in one call, in any order, and can say what it is made of.
 from __future__ import annotations
 
 import abc
+import itertools
 import json
 import os
 import threading
@@ -85,8 +86,8 @@ class Source(abc.ABC):
 
         Keys: `format`, `records`, `files` (each with `name` relative to the fixed part of the
         pattern, `bytes`, `records`, and digests `tail` of its last 128 KiB, where footer and
-        index lie, and `sample` of 16 pages spread over it), `columns` (name to type, of those
-        that are read), `digest`. Neither modification times nor the place of the files enter.
+        index lie, and `sample` of 16 pages spread over it), `columns` (those that are read, as in
+        `spec`), `digest`. Neither modification times nor the place of the files enter.
         It reads at most 192 KiB a file, once; it is no digest over all bytes.
 
         Raises: Mismatch when a file changed since the source was opened.
@@ -199,7 +200,7 @@ def grouped(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndar
     parts = np.searchsorted(starts, ranked, side="right") - 1
     cuts = np.flatnonzero(parts[1:] != parts[:-1]) + 1
     bounds = [0, *cuts.tolist(), len(rows)]
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         part = int(parts[first])
         yield part, ranked[first:last] - starts[part], order[first:last]
 

@@ -1,0 +1,219 @@
+"""ArrayRecord files: random access to records of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, final
+
+import numpy as np
+from array_record.python import array_record_module
+
+from formats.errors import BadRecord, Damaged, Mismatch, Misuse, StoreFailed, Unsupported
+from formats.files import File, Pattern, digests, naming, open_binary, replacing
+from formats.source import Handles, Source, Spec, as_rows, grouped, sealed
+
+# Without a thread pool of its own the reader is safe after a fork, and no slower for random reads.
+_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+_FOOTER_BLOCK_BYTES = 64 * 1024
+_THREADS = 16
+
+
+@final
+class ArrayRecordSource(Source):
+    """Records of bytes from ArrayRecord files, numbered through the files in their order.
+
+    Opening reads the footer of each file. A batch costs one call per file it touches. Each chunk
+    carries a hash of its own (group size 1: each record), so a flipped bit is an error, never
+    another record. At most half of the allowed file descriptors are kept open.
+
+    Raises: Damaged, NotFound or StoreFailed for a file that cannot be read; Unsupported for URLs.
+    """
+
+    def __init__(self, files: Sequence[File]) -> None:
+        remote = next((file.path for file in files if file.is_url), None)
+        if remote is not None:
+            raise Unsupported(
+                f"{remote}: ArrayRecord files are read from local file systems only;"
+                " mount the bucket or copy the files"
+            )
+        self._files = tuple(files)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            counts = list(pool.map(_count, self._files))
+        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._digests: list[tuple[str, str]] | None = None
+        self._readers = self._handles()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        return f"ArrayRecordSource({len(self._files)} files, {len(self)} records)"
+
+    @property
+    def spec(self) -> Spec:
+        """No columns: `read` returns a list of bytes."""
+        return Spec()
+
+    def read(self, indices: np.ndarray | Sequence[int]) -> list[bytes]:
+        """See `Source.read`."""
+        rows = as_rows(indices, len(self))
+        records: list[bytes] = [b""] * len(rows)
+        for number, positions, slots in grouped(rows, self._starts):
+            part = self._read_file(number, positions.tolist())
+            for slot, record in zip(slots.tolist(), part, strict=True):
+                records[slot] = record
+        return records
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Source.fingerprint`."""
+        if self._digests is None:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                self._digests = list(pool.map(digests, self._files))
+        counts = np.diff(self._starts).tolist()
+        files = [
+            {
+                "name": file.name,
+                "bytes": file.size_bytes,
+                "records": count,
+                "tail": tail,
+                "sample": sample,
+            }
+            for file, count, (tail, sample) in zip(self._files, counts, self._digests, strict=True)
+        ]
+        return sealed(
+            {"format": "array_record", "records": len(self), "columns": [], "files": files}
+        )
+
+    def where(self, index: int) -> str:
+        """See `Source.where`."""
+        rows = as_rows([index], len(self))
+        ((number, positions, _),) = grouped(rows, self._starts)
+        return f"{self._files[number].path}, record {positions[0]}"
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._readers.close()
+
+    def _read_file(self, number: int, positions: list[int]) -> list[bytes]:
+        reader = self._readers.get(number)
+        try:
+            records: list[bytes] = reader.read(positions)
+        except RuntimeError:
+            records = []
+        # A reader that is not ok hands out empty records instead of raising.
+        if len(records) == len(positions) and reader.ok():
+            return records
+        self._readers.drop(number, reader)
+        return self._one_by_one(number, positions)
+
+    def _one_by_one(self, number: int, positions: list[int]) -> list[bytes]:
+        """The same records through a fresh reader, each alone, to name the one that is bad."""
+        file = self._files[number]
+        reader = self._open(number)
+        records: list[bytes] = []
+        for position in positions:
+            index = int(self._starts[number]) + position
+            try:
+                (record,) = reader.read([position])
+            except RuntimeError as error:
+                raise BadRecord(
+                    f"{file.path}, record {position} (record {index} of the source): {error}",
+                    index=index,
+                    file=file.path,
+                    position=position,
+                ) from error
+            if not reader.ok():
+                raise Damaged(f"{file.path}: the reader failed at record {position}")
+            records.append(record)
+        return records
+
+    def _open(self, number: int) -> Any:
+        file = self._files[number]
+        reader = _reader(file)
+        wanted = int(self._starts[number + 1] - self._starts[number])
+        if reader.num_records() != wanted:
+            raise Mismatch(
+                f"{file.path} changed since the source was opened; open it again",
+                [f"{file.name}: wanted {wanted} records, found {reader.num_records()}"],
+            )
+        return reader
+
+    def _handles(self) -> Handles[Any]:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = 65536 if allowed == resource.RLIM_INFINITY else allowed // 2
+        return Handles(self._open, limit)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_readers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._readers = self._handles()
+
+
+def write_array_record(
+    path: Pattern, records: Iterable[bytes], *, group_size: int = 1, options: str = ""
+) -> int:
+    """Write `records` to one local ArrayRecord file and return how many there were.
+
+    `group_size` records share a chunk: 1 is right for random access. `options` are further writer
+    options of array_record, such as `uncompressed`. A file that is there is replaced, durably and
+    all at once; on an error it stays as it was.
+
+    Raises: Misuse for a record that is not bytes, or bad options; StoreFailed.
+    """
+    name = os.fspath(path)
+    text = ",".join(filter(None, [f"group_size:{group_size}", options]))
+    count = 0
+    with replacing(path) as temporary:
+        try:
+            writer = array_record_module.ArrayRecordWriter(temporary, text)
+        except ValueError as error:
+            raise Misuse(f"{name}: {error}") from error
+        for record in records:
+            if not isinstance(record, bytes):
+                raise Misuse(
+                    f"{name}: record {count} is of type {type(record).__name__}, wanted bytes"
+                )
+            with _writing(name):
+                writer.write(record)
+            count += 1
+        with _writing(name):
+            writer.close()
+    return count
+
+
+@contextlib.contextmanager
+def _writing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreFailed(f"{name}: cannot be written ({error})") from error
+
+
+def _count(file: File) -> int:
+    return int(_reader(file).num_records())
+
+
+def _reader(file: File) -> Any:
+    """An open reader; it reports neither an absent file nor a bad footer by itself."""
+    with open_binary(file) as stream, naming(file.path):
+        size_bytes = stream.seek(0, os.SEEK_END)
+    if size_bytes < _FOOTER_BLOCK_BYTES:
+        raise Damaged(
+            f"{file.path} holds {size_bytes} bytes and an ArrayRecord file at least"
+            f" {_FOOTER_BLOCK_BYTES}: it is cut short or no ArrayRecord file"
+        )
+    reader = array_record_module.ArrayRecordReader(file.path, options=_OPTIONS)
+    if reader.ok():
+        return reader
+    cause = "it has no footer"
+    try:
+        reader.close()  # the only call that says what is wrong
+    except RuntimeError as error:
+        cause = str(error).strip() or cause
+    raise Damaged(f"{file.path} is cut short or no ArrayRecord file: {cause}")

@@ -1,0 +1,432 @@
+"""Parquet files: exact random access to rows, by row group, with column projection."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from formats.columns import (
+    NullFound,
+    arrow_array,
+    convert,
+    describe,
+    fill_scalar,
+    first_bad,
+    gather,
+    plain_type,
+)
+from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse, StoreFailed, Unsupported
+from formats.files import File, Pattern, digests, naming, open_binary, replacing
+from formats.source import Column, Handles, Source, Spec, as_rows, grouped, sealed
+
+_THREADS = 16
+_OPEN_FILES = 128
+_CACHE_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class _Footer:
+    """What one file's footer says: rows of each row group, and its columns."""
+
+    rows: tuple[int, ...]
+    schema: pa.Schema
+
+
+@final
+class ParquetSource(Source):
+    """Rows of Parquet files as columns, numbered through the files in their order.
+
+    columns: the top-level columns to read, in the order of the result; None reads all of them.
+        Only what is read must agree between files.
+    fill_null: column name to the value that stands for null in a column of numbers (in fixed-size
+        lists of them: for a null element, or for each element of a null row). Without it a null
+        there is a BadRecord, because NumPy has no null and a result type that follows the data
+        would differ from batch to batch. In columns read as lists a null is None.
+    cache_bytes: budget for decoded row groups that are kept, the most recently used ones. A row
+        group above the budget is decoded at each read that needs it.
+
+    Result types are in `spec`: numbers, dates and times as `[n]`, fixed-size lists of them as
+    `[n, size]`, lists of numbers as n 1-D arrays, text as str, binary as bytes, the rest as plain
+    Python values; dictionaries are decoded. A timestamp with a time zone is given in UTC.
+
+    Cost: a read decodes each row group that holds one of its rows, unless it is cached; random
+    rows of a source much larger than the cache decode a row group each. Pages written with a
+    checksum (`write_parquet` does) are verified.
+
+    Raises: Misuse for an unknown column; Mismatch when files differ in their columns; Damaged,
+    NotFound or StoreFailed for a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[File],
+        *,
+        columns: Sequence[str] | None = None,
+        fill_null: Mapping[str, Any] | None = None,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
+        self._files = tuple(files)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            footers = list(pool.map(_footer, self._files))
+        types = _types(self._files[0], footers[0], columns)
+        _check_same(self._files, footers, types, columns)
+        self._columns = tuple(describe(name, kind) for name, kind in types.items())
+        self._fill = _fills(types, self._columns, fill_null or {})
+        groups = [
+            (number, group, rows)
+            for number, footer in enumerate(footers)
+            for group, rows in enumerate(footer.rows)
+        ]
+        self._groups = np.array([group[:2] for group in groups], np.int64).reshape(-1, 2)
+        self._starts = np.concatenate([[0], np.cumsum([g[2] for g in groups])]).astype(np.int64)
+        self._file_starts = np.concatenate([[0], np.cumsum([sum(f.rows) for f in footers])])
+        self._cache_bytes = cache_bytes
+        self._digests: list[tuple[str, str]] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Begin with no open file and nothing decoded."""
+        self._handles: Handles[_OpenFile] = Handles(self._open, _OPEN_FILES)
+        self._decoded = _Decoded(self._cache_bytes)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        names = ", ".join(column.name for column in self._columns)
+        return f"ParquetSource({len(self._files)} files, {len(self)} rows, columns {names})"
+
+    @property
+    def spec(self) -> Spec:
+        """The columns that are read."""
+        return Spec(self._columns)
+
+    def read(self, indices: np.ndarray | Sequence[int]) -> dict[str, np.ndarray | list[Any]]:
+        """See `Source.read`: column name to n rows, as `spec` says."""
+        rows = as_rows(indices, len(self))
+        pieces: dict[str, list[tuple[np.ndarray, Any]]] = {c.name: [] for c in self._columns}
+        for part, positions, slots in grouped(rows, self._starts):
+            picked = self._group(part, positions).take(pa.array(positions))
+            for column in self._columns:
+                array = picked.column(column.name).combine_chunks()
+                fill = self._fill.get(column.name)
+                try:
+                    values = convert(array, column, fill)
+                except ValueError as error:  # a null, or text that is not UTF-8
+                    first = int(positions[first_bad(array, column, fill)])
+                    raise self._bad(part, first, _told(error, column.name)) from error
+                pieces[column.name].append((slots, values))
+        return {c.name: gather(pieces[c.name], c, len(rows)) for c in self._columns}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Source.fingerprint`."""
+        if self._digests is None:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                self._digests = list(pool.map(digests, self._files))
+        counts = np.diff(self._file_starts).tolist()
+        files = [
+            {
+                "name": file.name,
+                "bytes": file.size_bytes,
+                "records": count,
+                "tail": tail,
+                "sample": sample,
+            }
+            for file, count, (tail, sample) in zip(self._files, counts, self._digests, strict=True)
+        ]
+        fill = {name: str(value) for name, value in self._fill.items()}
+        return sealed(
+            {
+                "format": "parquet",
+                "records": len(self),
+                "columns": self.spec.to_json()["columns"],
+                "fill_null": fill,
+                "files": files,
+            }
+        )
+
+    def where(self, index: int) -> str:
+        """See `Source.where`."""
+        rows = as_rows([index], len(self))
+        ((part, positions, _),) = grouped(rows, self._starts)
+        number, group = self._groups[part].tolist()
+        return (
+            f"{self._files[number].path}, row {self._row(part, int(positions[0]))}"
+            f" (row group {group})"
+        )
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._handles.close()
+        self._decoded = _Decoded(self._cache_bytes)
+
+    def _group(self, part: int, positions: np.ndarray) -> pa.Table:
+        """One decoded row group, the columns that are read."""
+        number, group = self._groups[part].tolist()
+        opened = self._handles.get(number)
+        cached = self._decoded.get(part)
+        if cached is not None:
+            return cached
+        with opened.lock:
+            cached = self._decoded.get(part)  # another thread may have decoded it meanwhile
+            if cached is not None:
+                return cached
+            try:
+                table = opened.decode(group, [column.name for column in self._columns])
+            except DataError:
+                raise
+            except Exception as error:
+                self._handles.drop(number, opened)
+                raise self._failed(part, int(positions[0]), error) from error
+            wanted = int(self._starts[part + 1] - self._starts[part])
+            if table.num_rows != wanted:
+                raise Damaged(
+                    f"{self._files[number].path}, row group {group}:"
+                    f" the footer says {wanted} rows, found {table.num_rows}"
+                )
+            self._decoded.put(part, table)
+            return table
+
+    def _open(self, number: int) -> _OpenFile:
+        file = self._files[number]
+        opened = _OpenFile(file)
+        wanted = int(self._file_starts[number + 1] - self._file_starts[number])
+        if opened.parquet.metadata.num_rows != wanted:
+            raise Mismatch(
+                f"{file.path} changed since the source was opened; open it again",
+                [f"{file.name}: wanted {wanted} rows, found {opened.parquet.metadata.num_rows}"],
+            )
+        return opened
+
+    def _row(self, part: int, position: int) -> int:
+        """The number of a row inside its file."""
+        number = int(self._groups[part, 0])
+        return int(self._starts[part] - self._file_starts[number]) + position
+
+    def _failed(self, part: int, position: int, error: Exception) -> DataError:
+        """The error for a row group that cannot be decoded."""
+        if isinstance(error, pa.ArrowNotImplementedError):
+            return Unsupported(f"{self._files[int(self._groups[part, 0])].path}: {error}")
+        if _is_arrow(error):
+            return self._bad(part, position, str(error))
+        path = self._files[int(self._groups[part, 0])].path
+        return StoreFailed(f"{path}: cannot be read ({type(error).__name__}: {error})")
+
+    def _bad(self, part: int, position: int, cause: str) -> BadRecord:
+        """The error for one row."""
+        number, group = self._groups[part].tolist()
+        path, row = self._files[number].path, self._row(part, position)
+        index = int(self._starts[part]) + position
+        return BadRecord(
+            f"{path}, row {row} (row group {group}; record {index} of the source): {cause}",
+            index=index,
+            file=path,
+            position=row,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_handles", "_decoded")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+
+@final
+class _OpenFile:
+    """A Parquet file opened by this process; one thread decodes at a time."""
+
+    def __init__(self, file: File) -> None:
+        self.lock = threading.Lock()
+        if file.is_url:
+            stream: Any = open_binary(file)
+        else:
+            with naming(file.path):
+                stream = pa.OSFile(file.path, "rb")
+        try:
+            self.parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+        except Exception as error:
+            if not _is_arrow(error):
+                with naming(file.path):
+                    raise
+            raise Damaged(f"{file.path} is cut short or no Parquet file: {error}") from error
+
+    def decode(self, group: int, columns: list[str]) -> pa.Table:
+        """A row group as a table of one chunk per column."""
+        # A name also selects columns that begin with it and a dot, so pick once more.
+        table = self.parquet.read_row_group(group, columns=columns, use_threads=False)
+        return table.select(columns).combine_chunks()
+
+
+@final
+class _Decoded:
+    """Decoded row groups, the most recently used ones within a budget in bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[int, pa.Table] = {}
+        self._bytes = 0
+        self._pid = os.getpid()
+
+    def get(self, part: int) -> pa.Table | None:
+        if self._pid != os.getpid():  # forked: another thread may have held the lock
+            self._start()
+        with self._lock:
+            table = self._tables.pop(part, None)
+            if table is not None:
+                self._tables[part] = table
+            return table
+
+    def put(self, part: int, table: pa.Table) -> None:
+        if table.nbytes > self._limit_bytes:
+            return
+        with self._lock:
+            self._tables[part] = table
+            self._bytes += table.nbytes
+            while self._bytes > self._limit_bytes:
+                self._bytes -= self._tables.pop(next(iter(self._tables))).nbytes
+
+
+def write_parquet(
+    path: Pattern, columns: Mapping[str, Any] | pa.Table, *, row_group_size: int | None = None
+) -> int:
+    """Write one local Parquet file and return its number of rows.
+
+    `columns` is an Arrow table, or a mapping from name to what `pyarrow.array` takes or an ndarray
+    `[n, ...]`, whose rows become fixed-size lists. Row groups hold `row_group_size` rows (Arrow's
+    default without), pages carry checksums. A file that is there is replaced, durably and all at
+    once; on an error it stays as it was.
+
+    Raises: Misuse for columns of different lengths, values that no Arrow type holds, or a row
+    group size below 1; StoreFailed.
+    """
+    if row_group_size is not None and row_group_size < 1:
+        raise Misuse(f"row_group_size={row_group_size}: wanted at least 1")
+    table = columns if isinstance(columns, pa.Table) else _table(columns)
+    with replacing(path) as temporary, naming(os.fspath(path)):
+        pq.write_table(table, temporary, row_group_size=row_group_size, write_page_checksum=True)
+    return int(table.num_rows)
+
+
+def _table(columns: Mapping[str, Any]) -> pa.Table:
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = arrow_array(values)
+        except (pa.ArrowException, TypeError) as error:
+            raise Misuse(f"column {name!r} fits no Arrow type: {error}") from error
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise Misuse(f"columns of different lengths: {lengths}")
+    return pa.table(arrays)
+
+
+def _footer(file: File) -> _Footer:
+    metadata = (opened := _OpenFile(file)).parquet.metadata
+    rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
+        raise Damaged(
+            f"{file.path}: its footer says {metadata.num_rows} rows,"
+            f" and row groups of {list(rows)} rows"
+        )
+    schema = opened.parquet.schema_arrow
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise Unsupported(f"{file.path} has several columns named {', '.join(twice)}")
+    return _Footer(rows, schema)
+
+
+def _types(file: File, footer: _Footer, columns: Sequence[str] | None) -> dict[str, pa.DataType]:
+    """Name to Arrow type of the columns to read."""
+    names = footer.schema.names
+    if isinstance(columns, str):
+        raise Misuse(f"columns={columns!r}: wanted a list of names, [{columns!r}]")
+    if columns is None:
+        columns = names
+    if not columns:
+        raise Misuse(f"no columns to read; {file.path} has {', '.join(names) or 'none'}")
+    if len(set(columns)) < len(columns):
+        raise Misuse(f"columns={list(columns)} names a column twice")
+    for name in columns:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            guess = f"; did you mean {close[0]!r}?" if close else ""
+            raise Misuse(f"{file.path} has no column {name!r}, it has {', '.join(names)}{guess}")
+    return {name: footer.schema.field(name).type for name in columns}
+
+
+def _check_same(
+    files: Sequence[File],
+    footers: Sequence[_Footer],
+    types: Mapping[str, pa.DataType],
+    columns: Sequence[str] | None,
+) -> None:
+    """Raise Mismatch with all differences between the first file's columns and the others'."""
+    differences = []
+    for file, footer in zip(files[1:], footers[1:], strict=True):
+        found = dict(zip(footer.schema.names, footer.schema.types, strict=True))
+        for name, kind in types.items():
+            wanted = plain_type(kind)
+            if name not in found:
+                differences.append(f"{file.name}: column {name!r}: wanted {wanted}, found none")
+            elif (other := plain_type(found[name])) != wanted:
+                differences.append(f"{file.name}: column {name!r}: wanted {wanted}, found {other}")
+        if columns is None:
+            differences += [
+                f"{file.name}: column {name!r}: wanted none, found {plain_type(kind)}"
+                for name, kind in found.items()
+                if name not in types
+            ]
+    if differences:
+        raise Mismatch(
+            f"files of one source differ from the first, {files[0].path};"
+            " narrow the pattern, or read the columns that agree with columns=[...]",
+            differences,
+        )
+
+
+def _fills(
+    types: Mapping[str, pa.DataType], columns: Sequence[Column], values: Mapping[str, Any]
+) -> dict[str, pa.Scalar]:
+    """What stands for null, by column, checked against its type."""
+    kinds = {column.name: column.kind for column in columns}
+    fills = {}
+    for name, value in values.items():
+        if kinds.get(name) not in ("array", "ragged"):
+            found = f"holds {kinds[name]}, where a null is None" if name in kinds else "is not read"
+            raise Misuse(f"fill_null: wanted columns of numbers, and {name!r} {found}")
+        try:
+            fills[name] = fill_scalar(types[name], value)
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            raise Misuse(f"fill_null: {value!r} does not fit column {name!r}: {error}") from error
+    return fills
+
+
+def _told(error: Exception, name: str) -> str:
+    if isinstance(error, NullFound):
+        return (
+            f"column {name!r} of numbers {error}; say what stands for it,"
+            f" fill_null={{{name!r}: ...}}, or leave the column out"
+        )
+    return f"column {name!r}: {error}"
+
+
+def _is_arrow(error: Exception) -> bool:
+    """Whether Arrow could not make sense of the bytes, as against failing to get them."""
+    if isinstance(error, OSError):
+        return error.errno is None
+    return isinstance(error, (pa.ArrowException, ValueError))
