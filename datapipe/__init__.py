@@ -1,0 +1,64 @@
+"""A training run's data as a pure function: exact shuffles, exact positions, exact skips."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datapipe.iterator import Iterator
+    from datapipe.permute import Permutation
+    from datapipe.pipeline import Pipeline
+    from datapipe.plan import Plan
+    from formats.errors import (
+        BadRecord,
+        Damaged,
+        DataError,
+        Mismatch,
+        Misuse,
+        NotFound,
+        StoreFailed,
+        Unsupported,
+    )
+
+_HOME = {
+    "BadRecord": "formats.errors",
+    "Damaged": "formats.errors",
+    "DataError": "formats.errors",
+    "Iterator": "datapipe.iterator",
+    "Mismatch": "formats.errors",
+    "Misuse": "formats.errors",
+    "NotFound": "formats.errors",
+    "Permutation": "datapipe.permute",
+    "Pipeline": "datapipe.pipeline",
+    "Plan": "datapipe.plan",
+    "StoreFailed": "formats.errors",
+    "Unsupported": "formats.errors",
+}
+
+__all__ = [
+    "BadRecord",
+    "Damaged",
+    "DataError",
+    "Iterator",
+    "Mismatch",
+    "Misuse",
+    "NotFound",
+    "Permutation",
+    "Pipeline",
+    "Plan",
+    "StoreFailed",
+    "Unsupported",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,265 @@
+"""The iterator: batches in order, a position that can be saved, a thread that works ahead.
+
+What it hands out is decided by two values, the position and the skips; both belong to what was
+*delivered*. The queue of batches made ahead can be thrown away at any time and is: whoever moves
+the position or adds skips drops it, and it fills again from the new position.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grain
+
+from datapipe import state as states
+from datapipe.plan import Plan
+from datapipe.window import Recipe, Window
+from formats.errors import Mismatch, Misuse
+
+if TYPE_CHECKING:
+    from datapipe.feed import Feed
+
+
+class _Ahead(NamedTuple):
+    """A batch that is being made."""
+
+    result: Callable[[], Any]  # waits for it, or makes it now
+    cancel: Callable[[], Any]
+    next_example: int  # the position once it is delivered
+
+
+class Iterator(grain.DatasetIterator[Any]):
+    """Batches of a pipeline from a position on; made by `Pipeline.iterator`.
+
+    A batch is a tree of NumPy arrays with a leading axis of `batch_size` rows (fewer in a
+    remainder that is kept), or of global `jax.Array`s where a sharding was given. For Grain this
+    is a `DatasetIterator`; the same rule holds: one thread at a time.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        identity: states.JSON,
+        *,
+        feed: Feed | None,
+        prefetch: int,
+        window: int,
+        threads: int,
+    ) -> None:
+        super().__init__()
+        self._recipe = recipe
+        self._plan = plan
+        self._identity = identity
+        self._feed = feed
+        self._prefetch = prefetch
+        self._largest_window = window
+        self._threads = threads
+        self._next_example = 0
+        self._queue: deque[_Ahead] = deque()
+        self._executor: ThreadPoolExecutor | None = None
+        self._drop_ahead()
+
+    # -- iterating -----------------------------------------------------------------------------
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+          StopIteration: the last epoch is over; also at every later call.
+          BadRecord: a record of this batch cannot be read or mapped; the position stays.
+          Misuse: the iterator is closed.
+        """
+        self._refuse_closed()
+        self._fill(1)
+        if not self._queue:
+            raise StopIteration
+        ahead = self._queue[0]
+        try:
+            batch = ahead.result()
+        except Exception:
+            self._drop_ahead()  # so that the next call tries again
+            raise
+        # Only now: an interrupt while waiting loses nothing.
+        self._queue.popleft()
+        self._next_example = ahead.next_example
+        self._fill(self._prefetch)
+        return batch
+
+    def start_prefetch(self) -> None:
+        """Starts to make batches, if `prefetch` allows any, before the first one is asked for."""
+        self._refuse_closed()
+        self._fill(self._prefetch)
+
+    def close(self) -> None:
+        """Stops working ahead and waits for the threads. Only the state can be asked for then."""
+        self._shutdown(wait=True)
+
+    def __enter__(self) -> Iterator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A collector may run in one of the threads that a plain close() would wait for.
+        self._shutdown(wait=False)
+
+    def __str__(self) -> str:
+        return f"datapipe.Iterator(next_example={self._next_example})"
+
+    # -- the position --------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with the skips of this iterator."""
+        return self._plan
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per batch, over all processes."""
+        return self._plan.batch_size
+
+    @property
+    def next_example(self) -> int:
+        """The position: one past the last example delivered."""
+        return self._next_example
+
+    def get_state(self) -> states.JSON:
+        """The position after the batches *delivered*, the skips, and what they belong to.
+
+        A JSON value, the same for any batch size and any number of processes and threads.
+        """
+        return states.State(self._next_example, self._plan.skips, self._identity).to_json()
+
+    def set_state(self, state: states.JSON) -> None:
+        """Goes to a saved position; its skips replace the ones here. Reads nothing.
+
+        Raises:
+          Mismatch: the state belongs to another source, seed, shuffle or other transforms, or
+            lies beyond the end; `differences` lists all. The iterator is left as it was.
+          Damaged, Unsupported: see `State.from_json`.
+        """
+        saved = self._parsed(state)
+        self._refuse_closed()
+        self._plan = self._plan.replacing(saved.skips)
+        self._next_example = saved.next_example
+        self._drop_ahead()
+
+    def seek(self, example: int) -> None:
+        """Goes to an example, 0 to the end of the plan; the skips stay. Reads nothing."""
+        self._refuse_closed()
+        self._plan.batches_left(example)  # refuses what is no position
+        self._next_example = int(example)
+        self._drop_ahead()
+
+    def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Never serves these examples (half-open ranges), beside those already skipped.
+
+        Batches close up: the next batch is the next `batch_size` examples that are left. What was
+        delivered before stays delivered; with more than one epoch the same *records* come back in
+        the next epoch, as other examples.
+        """
+        self._refuse_closed()
+        self._plan = self._plan.skipping(ranges)
+        self._drop_ahead()
+
+    def span(self, state: states.JSON, first: int, stop: int) -> list[tuple[int, int]]:
+        """The examples held by batches first..stop-1, counted from a saved state of this run.
+
+        Under the skips of that state and the batch size here; ranges as `skip` takes them.
+
+        Raises:
+          Mismatch, Damaged, Unsupported: as `set_state`.
+        """
+        saved = self._parsed(state)
+        return self._plan.replacing(saved.skips).span(saved.next_example, first, stop)
+
+    # -- working ahead -------------------------------------------------------------------------
+
+    def _drop_ahead(self) -> None:
+        for ahead in self._queue:
+            ahead.cancel()
+        self._queue.clear()
+        self._planned_to = self._next_example
+        self._window: Window | None = None
+        self._window_used = 0
+        self._window_size = 1  # the first batch must not wait for a whole window to be read
+
+    def _fill(self, wanted: int) -> None:
+        while len(self._queue) < wanted:
+            if self._window is None or self._window_used == self._window.count:
+                left = self._plan.batches_left(self._planned_to)
+                count = self._window_size if left is None else min(self._window_size, left)
+                if count == 0:
+                    return
+                rows = None if self._feed is None else self._feed.rows
+                self._window = Window(self._recipe, self._plan, self._planned_to, count, rows)
+                self._window_used = 0
+                self._window_size = min(2 * self._window_size, self._largest_window)
+            work = partial(_make, self._window, self._window_used, self._feed)
+            self._window_used += 1
+            self._planned_to = self._plan.advance(self._planned_to)
+            self._queue.append(self._submit(work))
+
+    def _submit(self, work: Callable[[], Any]) -> _Ahead:
+        if self._prefetch == 0:
+            return _Ahead(work, _nothing, self._planned_to)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._threads, "datapipe")
+        future = self._executor.submit(work)
+        return _Ahead(future.result, future.cancel, self._planned_to)
+
+    def _shutdown(self, *, wait: bool) -> None:
+        if getattr(self, "_closed", True):  # also where __init__ was never reached
+            return
+        super().close()
+        self._drop_ahead()
+        if self._executor is not None:
+            self._executor.shutdown(wait=wait, cancel_futures=True)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise Misuse("this iterator is closed; take a new one from the pipeline")
+
+    def _parsed(self, state: states.JSON) -> states.State:
+        saved = states.State.from_json(state)
+        differences = states.mismatch(saved.identity, self._identity)
+        if saved.next_example > self._plan.end:
+            differences.append(
+                f"next_example: saved {saved.next_example}, here the last epoch ends at "
+                f"{self._plan.end}; give more epochs"
+            )
+        if differences:
+            raise Mismatch("the saved position belongs to other data:", differences)
+        return saved
+
+
+class Dataset(grain.IterDataset[Any]):
+    """A pipeline as a Grain dataset; made by `Pipeline.dataset`."""
+
+    def __init__(self, start: Callable[[], Iterator]) -> None:
+        super().__init__()
+        self._start = start
+
+    def __iter__(self) -> Iterator:
+        return self._start()
+
+    def __str__(self) -> str:
+        return "datapipe.Dataset"
+
+
+def _make(window: Window, index: int, feed: Feed | None) -> Any:
+    try:
+        batch = window.batch(index)
+    except StopIteration as error:  # from a function of the user: it would look like the end
+        raise RuntimeError("a function of the pipeline raised StopIteration") from error
+    return batch if feed is None else feed.place(batch)
+
+
+def _nothing() -> None:
+    """Nothing to cancel: the batch is made when it is asked for."""

@@ -1,0 +1,159 @@
+"""A shuffle as a function: the position in an epoch goes in, the record id comes out.
+
+A `Permutation` is an exact bijection of [0, n) that needs no table: Feistel rounds on the
+two halves of an index of ceil(log2(n)) bits, and *cycle walking*: an image outside [0, n) goes
+through the rounds again until it falls inside. The domain is smaller than 2n, so that an index
+takes fewer than two passes on average.
+
+The outcome is part of the format of saved data states: `VERSION` names it, and the test vectors
+in the tests may never change. Another algorithm is another version beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from formats.errors import Misuse
+
+VERSION: Final = 1
+LIMIT: Final = 1 << 62
+
+_BLOCK: Final = 1 << 15  # indices at a time: the scratch stays in the caches
+_U64: Final = (1 << 64) - 1
+_Key = tuple[int, np.uint32, np.uint32]  # of a round: the half that changes, two key words
+_MUL_A: Final = np.uint32(0x7FEB352D)  # the multipliers of Ettinger and Wellons' lowbias32
+_MUL_B: Final = np.uint32(0x846CA68B)
+
+
+def mix(*words: int) -> int:
+    """A 64-bit key from integers: every bit of every word, and their order, changes it.
+
+    Each word goes through the finaliser of SplitMix64 into a running state. Words are reduced
+    modulo 2^64.
+    """
+    state = 0x6C617374676F6F64  # any constant that is no small number
+    for word in words:
+        state = _finalise(((state + 0x9E3779B97F4A7C15) & _U64) ^ _finalise(word & _U64))
+    return state
+
+
+def _finalise(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A bijection of [0, n), keyed by (seed, epoch, stream) and by n itself.
+
+    Call it on positions to get record ids; `inverse` takes record ids back to positions. Both
+    take an integer array of any shape and return a fresh int64 array of that shape. The same
+    arguments give the same bijection on every machine and in every release.
+
+    Args:
+      n: size of the domain, 1 to 2^62.
+      seed: 0 to 2^64 - 1.
+      epoch: 0 or more; neighbours are unrelated.
+      stream: 0 or more; tells apart several sources under one seed.
+
+    Raises:
+      Misuse: an argument, or an index, is out of range.
+    """
+
+    n: int
+    seed: int
+    epoch: int = 0
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        _within("n", self.n, 1, LIMIT + 1)
+        _within("seed", self.seed, 0, 1 << 64)
+        _within("epoch", self.epoch, 0, 1 << 64)
+        _within("stream", self.stream, 0, 1 << 64)
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Record ids at `positions` of the epoch; int64, same shape."""
+        return self._walk(positions, self._keys)
+
+    def inverse(self, records: ArrayLike) -> NDArray[np.int64]:
+        """Positions of `records` in the epoch; int64, same shape."""
+        return self._walk(records, self._keys[::-1])
+
+    @cached_property
+    def _keys(self) -> tuple[_Key, ...]:
+        key = mix(VERSION, self.n, self.seed, self.epoch, self.stream)
+        # Short halves have few round functions: it takes more rounds to reach all orders evenly.
+        rounds = 6 if (self.n - 1).bit_length() >= 16 else 24
+        words = [mix(key, round_) for round_ in range(rounds)]
+        return tuple(
+            (round_ % 2, np.uint32(word & 0xFFFFFFFF), np.uint32(word >> 32))
+            for round_, word in enumerate(words)
+        )
+
+    def _walk(self, indices: ArrayLike, keys: tuple[_Key, ...]) -> NDArray[np.int64]:
+        given = np.asarray(indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise Misuse(f"indices must be integers, found dtype {given.dtype}")
+        values = np.array(given, dtype=np.int64, order="C", copy=True)
+        flat = values.reshape(-1)
+        if flat.size and (flat.min() < 0 or flat.max() >= self.n):
+            bad = flat[(flat < 0) | (flat >= self.n)][0]
+            raise Misuse(f"index {bad} is outside [0, {self.n})")
+        bits = (self.n - 1).bit_length()
+        if bits == 0:
+            return values
+        _feistel(flat, bits, keys)
+        outside = np.flatnonzero(flat >= self.n)
+        while outside.size:
+            again = flat[outside]
+            _feistel(again, bits, keys)
+            flat[outside] = again
+            outside = outside[again >= self.n]
+        return values
+
+
+def _feistel(values: NDArray[np.int64], bits: int, keys: Sequence[_Key]) -> None:
+    """All rounds, in place; the high half has bits // 2 bits, the low one the rest."""
+    for start in range(0, values.size, _BLOCK):
+        _feistel_block(values[start : start + _BLOCK], bits, keys)
+
+
+def _feistel_block(values: NDArray[np.int64], bits: int, keys: Sequence[_Key]) -> None:
+    high_bits = bits // 2
+    low_bits = bits - high_bits
+    widths = (high_bits, low_bits)
+    halves = (
+        (values >> low_bits).astype(np.uint32),
+        (values & ((1 << low_bits) - 1)).astype(np.uint32),
+    )
+    h, t = np.empty((2, values.size), np.uint32)
+    for changes, key_a, key_b in keys:
+        if widths[changes] == 0:
+            continue
+        np.bitwise_xor(halves[1 - changes], key_a, out=h)
+        np.multiply(h, _MUL_A, out=h)
+        np.right_shift(h, np.uint32(15), out=t)
+        np.bitwise_xor(h, t, out=h)
+        np.add(h, key_b, out=h)
+        np.multiply(h, _MUL_B, out=h)
+        np.right_shift(h, np.uint32(16), out=t)
+        np.bitwise_xor(h, t, out=h)
+        np.multiply(h, _MUL_A, out=h)
+        # The high bits of a product depend on all bits of its factor.
+        np.right_shift(h, np.uint32(32 - widths[changes]), out=h)
+        np.bitwise_xor(halves[changes], h, out=halves[changes])
+    values[...] = halves[0]
+    values <<= low_bits
+    values |= halves[1]
+
+
+def _within(name: str, value: int, first: int, stop: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not first <= value < stop:
+        raise Misuse(f"{name} must be an integer in [{first}, {stop}), found {value!r}")

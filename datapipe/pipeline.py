@@ -1,0 +1,188 @@
+"""The pipeline: what is served, in which order, through which functions. A value, no machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator as _Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from datapipe.plan import Plan, Remainder
+from datapipe.state import JSON, identity
+from datapipe.transform import Transform, extended
+from datapipe.window import Recipe
+from formats.errors import Misuse, NotFound
+
+if TYPE_CHECKING:
+    import jax
+
+    from datapipe.iterator import Dataset, Iterator
+    from formats.source import Source
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Batches of a source, in an order that depends on nothing but these arguments.
+
+    ::
+
+        pipe = Pipeline(source, batch_size=256, seed=17).map(decode, version="1")
+        for batch in pipe.iterator(): ...
+
+    Immutable: `.map`, `.random_map` and `.map_batch` return a new pipeline. Without functions of
+    examples a batch is the columns of the source, or a one-dimensional array of bytes objects.
+
+    Args:
+      source: what `formats.open_source` returns, or anything with its methods.
+      batch_size: examples per batch, over all processes.
+      seed: of the shuffle and of `.random_map`; 0 to 2^64 - 1.
+      shuffle: every epoch in another order of all records; False: as stored.
+      epochs: how often each record is served; None: without end. Batches run over the border of
+        two epochs.
+      remainder: a short batch at the end of the last epoch: "drop" it or "keep" it.
+
+    Raises:
+      NotFound: the source is empty.
+      Misuse: the batch is larger than the source, or an argument is out of range.
+    """
+
+    source: Source
+    _: KW_ONLY
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    epochs: int | None = None
+    remainder: Remainder = "drop"
+    transforms: tuple[Transform, ...] = ()
+
+    def __post_init__(self) -> None:
+        missing = [name for name in _SOURCE_METHODS if not hasattr(self.source, name)]
+        if missing:
+            raise Misuse(
+                f"{type(self.source).__name__} is no source: it has no {', '.join(missing)}; "
+                "open files with formats.open_source(...)"
+            )
+        if not isinstance(self.shuffle, bool):
+            raise Misuse(f"shuffle must be True or False, found {self.shuffle!r}")
+        records = len(self.source)
+        if records == 0:
+            raise NotFound("the source holds no records; check its pattern and its filters")
+        if self.plan.batch_size > records:
+            raise Misuse(
+                f"a batch of {self.batch_size} is larger than the source, which holds {records} "
+                "records; make the batch smaller"
+            )
+
+    # -- functions -----------------------------------------------------------------------------
+
+    def map(self, fn: Callable[[Any], Any], *, version: str) -> Pipeline:
+        """`fn(example)` for each example: a record as bytes, or a dict of its columns.
+
+        Change `version` whenever `fn` changes what it returns.
+        """
+        return self._with(Transform("map", fn, version))
+
+    def random_map(self, fn: Callable[[Any, Any], Any], *, version: str) -> Pipeline:
+        """`fn(example, rng)` for each example, with a fresh `numpy.random.Generator`.
+
+        Its numbers depend on seed, epoch, record and the place among the functions only.
+        """
+        return self._with(Transform("random_map", fn, version))
+
+    def map_batch(self, fn: Callable[[Any], Any], *, version: str) -> Pipeline:
+        """`fn(batch)` for each batch: a tree of arrays with a leading axis of rows.
+
+        It must treat each row on its own: with a sharding it is called with the rows of one
+        process. Functions of examples come before it.
+        """
+        return self._with(Transform("map_batch", fn, version))
+
+    def _with(self, added: Transform) -> Pipeline:
+        return replace(self, transforms=extended(self.transforms, added))
+
+    # -- order and identity --------------------------------------------------------------------
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The order of records: asked without reading data."""
+        return Plan(
+            record_count=len(self.source),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle="global" if self.shuffle else "none",
+            epochs=self.epochs,
+            remainder=self.remainder,
+        )
+
+    @cached_property
+    def identity(self) -> JSON:
+        """What saved positions belong to; asks the source for its fingerprint, once."""
+        labels = [transform.label for transform in self.transforms]
+        return identity(self.plan, self.source.fingerprint(), labels)
+
+    # -- iterating -----------------------------------------------------------------------------
+
+    def iterator(
+        self,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+        prefetch: int = 2,
+        window: int = 8,
+        threads: int = 1,
+    ) -> Iterator:
+        """An iterator at example 0.
+
+        Args:
+          sharding: batches become global `jax.Array`s with it, its first axis along the batch;
+            each process reads only the rows that its devices hold.
+          prefetch: batches made ahead in threads; 0: each is made when it is asked for.
+          window: batches whose records are read by one call, sorted by place; that many batches
+            of raw records are held in memory. Grows from 1 after every change of position.
+          threads: batches made at a time; more than one needs functions that are thread-safe.
+
+        None of these changes what comes out.
+
+        Raises:
+          Misuse: an argument is out of range, or the batch cannot be sharded like that.
+        """
+        from datapipe.iterator import Iterator  # Grain takes a second to import
+
+        for name, value, least in (
+            ("prefetch", prefetch, 0),
+            ("window", window, 1),
+            ("threads", threads, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise Misuse(f"{name} must be an integer from {least} on, found {value!r}")
+        feed = None
+        if sharding is not None:
+            from datapipe.feed import Feed
+
+            if self.remainder == "keep" and self.epochs is not None:
+                raise Misuse("a short last batch cannot be sharded: take remainder='drop'")
+            feed = Feed(sharding, self.plan.batch_size)
+        return Iterator(
+            Recipe(self.source, self.transforms, self.plan.seed),
+            self.plan,
+            self.identity,
+            feed=feed,
+            prefetch=prefetch,
+            window=window,
+            threads=threads,
+        )
+
+    def dataset(self, **options: Any) -> Dataset:
+        """The pipeline as a `grain.IterDataset`, to put Grain's own transformations behind it.
+
+        `options` are those of `iterator`, which is what iterating it gives.
+        """
+        from datapipe.iterator import Dataset
+
+        return Dataset(partial(self.iterator, **options))
+
+    def __iter__(self) -> _Iterator[Any]:
+        return self.iterator()
+
+
+_SOURCE_METHODS = ("__len__", "read", "fingerprint", "where")
