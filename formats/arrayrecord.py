@@ -164,7 +164,8 @@ def write_array_record(
     options of array_record, such as `uncompressed`. A file that is there is replaced, durably and
     all at once; on an error it stays as it was.
 
-    Raises: Misuse for a record that is not bytes, or bad options; StoreFailed.
+    Raises: Misuse for a record that is not bytes, or bad options; NotFound for an absent
+    directory; StoreFailed.
     """
     name = os.fspath(path)
     text = ",".join(filter(None, [f"group_size:{group_size}", options]))

@@ -60,6 +60,8 @@ def fill_scalar(kind: pa.DataType, value: Any) -> pa.Scalar:
     scalar = pa.scalar(value, type=kind)
     if not scalar.is_valid:
         raise ValueError("null cannot stand for null")
+    if pa.types.is_integer(kind) and scalar.as_py() != value:
+        raise ValueError("no whole number")
     return scalar
 
 
@@ -84,7 +86,7 @@ def first_bad(array: pa.Array, column: Column, fill: pa.Scalar | None) -> int:
     for row in range(len(array)):
         try:
             convert(array.slice(row, 1), column, fill)
-        except ValueError:
+        except (ValueError, pa.ArrowException):
             return row
     return 0
 

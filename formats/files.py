@@ -111,7 +111,7 @@ def digests(file: File) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
+def naming(path: str, done: str = "read") -> Iterator[None]:
     """Turn what a file system raises into NotFound or StoreFailed that names `path`."""
     try:
         yield
@@ -120,9 +120,9 @@ def naming(path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFound(f"{path}: no such file") from error
     except PermissionError as error:
-        raise StoreFailed(f"{path}: may not be read by this user ({error})") from error
+        raise StoreFailed(f"{path}: may not be {done} by this user ({error})") from error
     except Exception as error:  # clients of object stores raise types of their own
-        raise StoreFailed(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        raise StoreFailed(f"{path}: cannot be {done} ({type(error).__name__}: {error})") from error
 
 
 @contextlib.contextmanager
@@ -130,9 +130,13 @@ def replacing(path: Pattern) -> Iterator[str]:
     """A temporary name beside the local `path`, which takes its place once all went well.
 
     Durable when the block is left; on an error the temporary file goes and `path` is as it was.
+
+    Raises: NotFound when there is no directory for it.
     """
     target = os.path.abspath(os.fspath(path))
     directory, name = os.path.split(target)
+    if not os.path.isdir(directory):
+        raise NotFound(f"{target} cannot be written: there is no directory {directory}")
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary

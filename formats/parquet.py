@@ -121,7 +121,7 @@ class ParquetSource(Source):
                 fill = self._fill.get(column.name)
                 try:
                     values = convert(array, column, fill)
-                except ValueError as error:  # a null, or text that is not UTF-8
+                except (ValueError, pa.ArrowException) as error:  # a null, or text that is no UTF-8
                     first = int(positions[first_bad(array, column, fill)])
                     raise self._bad(part, first, _told(error, column.name)) from error
                 pieces[column.name].append((slots, values))
@@ -189,10 +189,9 @@ class ParquetSource(Source):
                 raise self._failed(part, int(positions[0]), error) from error
             wanted = int(self._starts[part + 1] - self._starts[part])
             if table.num_rows != wanted:
-                raise Damaged(
-                    f"{self._files[number].path}, row group {group}:"
-                    f" the footer says {wanted} rows, found {table.num_rows}"
-                )
+                # A flipped bit in a page header, which has no checksum, can look like this.
+                cause = f"the footer says {wanted} rows, found {table.num_rows}"
+                raise self._bad(part, int(positions[0]), cause)
             self._decoded.put(part, table)
             return table
 
@@ -312,12 +311,12 @@ def write_parquet(
     once; on an error it stays as it was.
 
     Raises: Misuse for columns of different lengths, values that no Arrow type holds, or a row
-    group size below 1; StoreFailed.
+    group size below 1; NotFound for an absent directory; StoreFailed.
     """
     if row_group_size is not None and row_group_size < 1:
         raise Misuse(f"row_group_size={row_group_size}: wanted at least 1")
     table = columns if isinstance(columns, pa.Table) else _table(columns)
-    with replacing(path) as temporary, naming(os.fspath(path)):
+    with replacing(path) as temporary, naming(os.fspath(path), "written"):
         pq.write_table(table, temporary, row_group_size=row_group_size, write_page_checksum=True)
     return int(table.num_rows)
 
