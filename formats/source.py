@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 import xxhash
@@ -108,7 +108,7 @@ class Source(abc.ABC):
             return {name: column[0] for name, column in batch.items()}
         return batch[0]
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -183,7 +183,8 @@ def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
     rows = rows.astype(np.int64, copy=False)
     if rows.size and (rows.min() < 0 or rows.max() >= length):
         bad = int(rows[(rows < 0) | (rows >= length)][0])
-        raise OutOfRange(f"record {bad} asked for, the source has records 0 to {length - 1}")
+        there = f"has records 0 to {length - 1}" if length else "has no records"
+        raise OutOfRange(f"record {bad} asked for, the source {there}")
     return rows
 
 
