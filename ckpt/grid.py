@@ -34,7 +34,7 @@ def cells_of(
     start: tuple[int, ...],
     size: tuple[int, ...],
 ) -> np.ndarray:
-    """Cells of the part `start`, `size` of an array: i64[n], row-major in it.
+    """Cells of the part at `start` of shape `size`: i64[n], in row-major order of that part.
 
     Raises `Unsupported` when the part is not made of whole chunks, `Misuse` when it leaves it.
     """
