@@ -1,0 +1,96 @@
+"""The loss curve of both runs with everything that happened on the way."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tools.demo.report import Story
+from tools.demo.script import Script
+
+
+def draw(path: Path, script: Script, run: Story, reference: Story) -> None:
+    """Write a PNG of 1400 x 750 pixels."""
+    figure = Figure(figsize=(14, 7.5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*_columns(reference.losses), color="#c7c7c7", linewidth=4, label="reference run")
+    left_behind, kept = _branches(run.losses)
+    for number, piece in enumerate(left_behind):
+        label = "" if number else "steps done again or left behind"
+        axes.plot(*_columns(piece), color="#e08030", linewidth=1.2, label=label)
+    for number, piece in enumerate(kept):
+        label = "" if number else "disturbed run"
+        axes.plot(*_columns(piece), color="#1f4e9c", linewidth=1.2, label=label)
+    _marks(axes, script, run)
+    axes.set_xlabel("step (completed updates)")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_xlim(0, script.steps)
+    axes.set_title(
+        "Killed twice during a save, rewound once past poisoned batches, "
+        "and equal to a run that never saw them"
+    )
+    axes.legend(loc="upper right", frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, format="png")
+
+
+def _marks(axes: Axes, script: Script, run: Story) -> None:
+    low, high = axes.get_ylim()
+    floor = low + 0.02 * (high - low)
+    axes.axvspan(
+        script.poison.start + 0.5, script.poison.stop + 0.5, color="#f3c6c6", label="poisoned"
+    )
+    steps = [step for step, _ in run.saves]
+    axes.plot(steps, [floor] * len(steps), "|", color="#2f8f4e", markersize=12, label="saves")
+    for number, kill in enumerate(run.kills):
+        label = "" if number else "SIGKILL during a save"
+        axes.plot([kill.step], [floor], "x", color="#b00020", ms=11, mew=2.5, label=label)
+        axes.axvline(kill.step, color="#b00020", linewidth=0.8, linestyle=":")
+    for rewound in run.rewinds:
+        top = high - 0.25 * (high - low)
+        axes.annotate(
+            "",
+            xy=(rewound.to, top),
+            xytext=(rewound.onset, top),
+            arrowprops={"arrowstyle": "->", "color": "#6a1b9a", "linewidth": 2},
+        )
+        axes.text(
+            rewound.to,
+            top,
+            f"spike at {rewound.onset}: back to step {rewound.to}  ",
+            color="#6a1b9a",
+            ha="right",
+            va="center",
+        )
+
+
+Points = list[tuple[int, float]]
+
+
+def _branches(losses: Points) -> tuple[list[Points], list[Points]]:
+    """The curve in rising pieces: those that were done again later, and those that count.
+
+    A piece begins wherever the step goes back; what a later piece covers does not count.
+    """
+    cuts = [at for at in range(1, len(losses)) if losses[at][0] <= losses[at - 1][0]]
+    pieces = [losses[a:b] for a, b in itertools.pairwise([0, *cuts, len(losses)])]
+    left_behind, kept = [], []
+    covered = float("inf")
+    for piece in reversed(pieces):
+        count = sum(1 for step, _ in piece if step < covered)
+        # One point of overlap, so that the lines join.
+        kept.append(piece[:count])
+        if count < len(piece):
+            left_behind.append(piece[max(0, count - 1) :])
+        covered = min(covered, piece[0][0] if piece else covered)
+    return left_behind, kept[::-1]
+
+
+def _columns(points: Points) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]

@@ -1,0 +1,215 @@
+"""The main job, played for real: kills in the middle of saves, a loss spike, and the comparison."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tools.demo import corpus, picture, report
+from tools.demo.corpus import Format
+from tools.demo.disturbed import Disturbed
+from tools.demo.report import Outcome, Story
+from tools.demo.script import Script
+from tools.demo.trainer import Event, Trainer
+
+PICTURE = "lastgood-demo.png"
+
+
+class DemoFailed(Exception):
+    """The demo could not be played to its end; says nothing about equality."""
+
+
+def demo(
+    *,
+    steps: int = 300,
+    seed: int | None = None,
+    format: Format = "array_record",
+    directory: Path | None = None,
+    keep: bool = False,
+    break_restored: bool = False,
+    console: Console | None = None,
+) -> Outcome:
+    """Play the whole demo; `Outcome.equal` says whether it proved what it is to prove.
+
+    steps: updates of each run. seed: of everything drawn; None draws one.
+    directory: a new or empty one for all files; None uses a temporary one. Afterwards only the
+        picture stays there (without `directory`: in the current one), or everything with `keep`.
+    break_restored: flips one bit of one parameter when the run is resumed for the last time.
+    console: shows progress and tables; None shows nothing.
+
+    Raises: `DemoFailed`, `TrainerFailed`, ValueError for arguments that make no sense.
+    """
+    begun = time.monotonic()
+    for package in ("optax", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise DemoFailed(f"the demo needs {package}: pip install 'lastgood[demo]'")
+    script = Script.drawn(steps, secrets.randbelow(10_000) if seed is None else seed)
+    place = _prepared(directory)
+    picture_path = (directory or Path.cwd()) / PICTURE
+    try:
+        with _progress(console) as progress:
+            stage = Stage(script, place, format, break_restored, progress)
+            outcome = stage.play(picture_path, kept=place if keep else None, begun=begun)
+        if console is not None:
+            report.show(outcome, console)
+    finally:
+        if not keep:
+            for path in place.iterdir():
+                if path != picture_path:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if directory is None:
+                place.rmdir()
+    return outcome
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the demo is played: its directory, and the terminal."""
+
+    script: Script
+    place: Path
+    format: Format
+    break_restored: bool
+    progress: Progress
+
+    def play(self, picture_path: Path, *, kept: Path | None, begun: float) -> Outcome:
+        script = self.script
+        self._say(f"seed {script.seed}: play the same again with --seed {script.seed}")
+        pattern, poisoned = self._corpus()
+        run = self._disturbed(pattern)
+        skips = [list(skip) for rewound in run.rewinds[-1:] for skip in rewound.skips]
+        reference = self._undisturbed(pattern, skips)
+        # The optimizer's types are needed here, and jax with them: not before the runs are over.
+        from tools.demo.compare import compare
+
+        compared = compare(
+            str(self.place / "run"), str(self.place / "reference"), pattern, script.seed
+        )
+        picture.draw(picture_path, script, run, reference)
+        return Outcome(
+            script=script,
+            format=self.format,
+            run=run,
+            reference=reference,
+            checks=report.checks(script, run, poisoned),
+            compared=tuple(compared),
+            picture=picture_path,
+            directory=kept,
+            seconds=time.monotonic() - begun,
+        )
+
+    def _corpus(self) -> tuple[str, list[tuple[int, int]]]:
+        """Write the corpus with noise where the plan will serve the poisoned batches.
+
+        Returns its pattern and the poisoned examples.
+        """
+        script = self.script
+        # Several times what both runs read, so that no record comes twice.
+        records = corpus.pieces(limit=max(50_000, 4 * script.steps * corpus.BATCH_ROWS))
+        pattern = corpus.write(self.place / "corpus", records, self.format)
+        plan = corpus.pipeline(pattern, script.seed).plan
+        bad = [int(record) for record in plan.records(script.poison)]
+        corpus.write(self.place / "corpus", corpus.poisoned(records, bad, script.seed), self.format)
+        size = sum(map(len, records)) / 1e6
+        self._say(
+            f"corpus: {len(records):,} records ({size:.1f} MB) of the standard library's source as "
+            f"{self.format}; the {len(bad)} records that batches {script.poison.start} to "
+            f"{script.poison.stop - 1} will hold are noise now"
+        )
+        return pattern, plan.span(0, script.poison.start, script.poison.stop)
+
+    def _disturbed(self, pattern: str) -> Story:
+        watch = self._watch("run")
+        return Disturbed(
+            self.script,
+            start=lambda damage: self._trainer("run", pattern, ["--damage"] if damage else []),
+            watch=watch,
+            damage=self.break_restored,
+        ).play()
+
+    def _undisturbed(self, pattern: str, skips: list[list[int]]) -> Story:
+        """The reference run: from scratch, knowing from the start what to leave out."""
+        story, watch, begun = Story(), self._watch("reference"), time.monotonic()
+        with self._trainer("reference", pattern, ["--skip", json.dumps(skips)]) as trainer:
+            for event in trainer.events():
+                watch(event)
+                if event["event"] == "loss":
+                    story.losses.append((event["step"], event["value"]))
+                elif event["event"] == "saved":
+                    story.saves.append((event["step"], event["seconds"]))
+        story.seconds = time.monotonic() - begun
+        return story
+
+    def _trainer(self, run: str, pattern: str, more: list[str]) -> Trainer:
+        script = self.script
+        arguments = ["--corpus", pattern, "--run", str(self.place / run)]
+        for name in ("steps", "every", "seed"):
+            arguments += [f"--{name}", str(getattr(script, name))]
+        return Trainer(
+            [*arguments, *more], cache=self.place / "compiled", log=self.place / f"{run}.log"
+        )
+
+    def _watch(self, run: str) -> Callable[[Event], None]:
+        """Shows the events of one run: a bar that moves, and a line for what is worth one."""
+        task = self.progress.add_task(run, total=self.script.steps, loss="")
+
+        def watch(event: Event) -> None:
+            kind = event["event"]
+            if kind == "loss":
+                loss = f"loss {event['value']:.3f}"
+                self.progress.update(task, completed=event["step"], loss=loss)
+            elif kind == "resumed":
+                self.progress.update(task, completed=event["step"])
+                self._say(f"{run}: started, stands at step {event['step']}")
+            elif kind == "rewound":
+                first, stop = event["skip"]
+                self.progress.update(task, completed=event["to"])
+                self._say(
+                    f"{run}: [bold magenta]{event['reason']}[/]; the guard went back to step "
+                    f"{event['to']}, batches of steps {first} to {stop - 1} are left out"
+                )
+            elif kind == "killed":
+                self._say(
+                    f"{run}: [bold red]SIGKILL[/] {event['after_s'] * 1e3:.1f} ms into the save of "
+                    f"step {event['step']}"
+                )
+            elif kind == "failed":
+                self._say(f"{run}: [red]{event['message']}[/]")
+            elif kind == "done":
+                self._say(f"{run}: done, {event['step']} steps")
+
+        return watch
+
+    def _say(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False)
+
+
+def _progress(console: Console | None) -> Progress:
+    return Progress(
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=console or Console(quiet=True),
+        disable=console is None,
+    )
+
+
+def _prepared(directory: Path | None) -> Path:
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="lastgood-demo-"))
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory}: wanted a new or empty directory, found something in it")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
