@@ -260,7 +260,8 @@ def fill(
     """
     target = np.frombuffer(buffer, np.uint8)
     if not target.flags.writeable or target.size < plan.size_bytes:
-        raise Misuse(f"{where}: wanted {plan.size_bytes} writable bytes, found {target.size}")
+        kind = "" if target.flags.writeable else " read-only"
+        raise Misuse(f"{where}: wanted {plan.size_bytes} writable bytes, found {target.size}{kind}")
     _check_sources(plan, sources)
     view = memoryview(target.data)
     view[:PAGE_BYTES] = bytes(PAGE_BYTES)
