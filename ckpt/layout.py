@@ -247,10 +247,11 @@ class Part:
     def parse(cls, data: bytes, where: str) -> Part:
         doc = unseal(data, where)
         return cls(
-            *(
-                natural(doc, name, where)
-                for name in ("step", "attempt", "process", "processes", "size_bytes")
-            ),
+            natural(doc, "step", where),
+            natural(doc, "attempt", where),
+            natural(doc, "process", where),
+            natural(doc, "processes", where),
+            natural(doc, "size_bytes", where),
             hex_digest(doc, "header", where),
         )
 
@@ -290,6 +291,7 @@ def emit_decision(decision: Decision) -> bytes:
             "reason": decision.reason,
             "skips": {k: [list(r) for r in v] for k, v in decision.skips.items()},
             "time_ns": decision.time_ns,
+            "guard": decision.guard,
         }
     )
 
@@ -304,6 +306,7 @@ def parse_decision(data: bytes, where: str) -> Decision:
         str(doc.get("reason", "")),
         _skips(doc.get("skips"), where),
         natural(doc, "time_ns", where),
+        doc.get("guard"),
     )
 
 

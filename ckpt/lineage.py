@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt.errors import Damaged, NotFound
 
@@ -52,6 +52,8 @@ class Decision:
     reason: str = ""
     skips: Skips = field(default_factory=dict)
     time_ns: int = 0
+    guard: Any = None
+    """State of the spike guard (JSON) when it asked for this rewind."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def decide(
     reason: str = "",
     skips: Skips | None = None,
     time_ns: int = 0,
+    guard: Any = None,
 ) -> Decision:
     """The decision of `attempt`, which continues from `parent`.
 
@@ -178,6 +181,7 @@ def decide(
         current: the head's decision at the time of the listing.
         own_branch: the store cannot rename, so that no two attempts may share a branch.
         skips: new skips, on top of those of the head, which stay in force.
+        guard: see `Decision`; kept by those who go on from the same step before one is saved.
     """
     stays = (
         not own_branch
@@ -188,9 +192,10 @@ def decide(
     )
     branch = current.branch if stays and current is not None else attempt
     inherited = current.skips if current is not None else {}
-    return Decision(
-        attempt, kind, parent, branch, reason, join_skips(inherited, skips or {}), time_ns
-    )
+    if stays and current is not None and parent == current.parent and guard is None:
+        guard = current.guard
+    joined = join_skips(inherited, skips or {})
+    return Decision(attempt, kind, parent, branch, reason, joined, time_ns, guard)
 
 
 def may_be_remade(line: Lineage, attempt: int, occupant: StepId | None) -> bool:

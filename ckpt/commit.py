@@ -1,0 +1,391 @@
+"""From durable images to a committed step, and back out again (FORMAT.md sections 6 and 7).
+
+Every file of a step but the images is a pure function of the images (`step_files`), so whoever
+finishes a commit, the attempt itself or a later one, writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ckpt import attempts, layout, lineage, ocdbt, orbax_json
+from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, StoreFailed, Superseded
+from ckpt.image import ArraySpec, Header, decode
+from ckpt.layout import Part
+from ckpt.leaves import EmptySpec, LeafSpec
+from ckpt.lineage import Lineage, Remain, StepId
+from ckpt.store import Store
+
+Json = Any
+
+
+def read_part(store: Store, prefix: str, attempt: int, process: int) -> Part:
+    """The receipt of one process. Raises NotFound, Damaged."""
+    key = f"{prefix}/{layout.part_name(attempt, process)}"
+    where = f"{store.location}/{key}"
+    part = Part.parse(store.read(key), where)
+    if (part.attempt, part.process) != (attempt, process) or not process < part.processes:
+        raise Damaged(f"{where}: belongs to process {part.process} of attempt {part.attempt}")
+    return part
+
+
+def read_header(store: Store, prefix: str, part: Part) -> Header:
+    """The header of the image that a part speaks of.
+
+    Raises:
+        Damaged: the image is absent, has another size, or another header.
+    """
+    key = f"{prefix}/{layout.image_name(part.attempt, part.process)}"
+    where = f"{store.location}/{key}"
+    try:
+        reader = store.open_image(key)
+    except NotFound as error:
+        raise Damaged(f"{where}: the image is absent; its part is there") from error
+    with reader:
+        if reader.size_bytes != part.size_bytes:
+            raise Damaged(
+                f"{where}: wanted {part.size_bytes} bytes, found {reader.size_bytes}; "
+                "the file was cut or replaced"
+            )
+        header = decode(reader.read, reader.size_bytes, where)
+    if header.digest != part.header:
+        raise Damaged(
+            f"{where}: wanted header {part.header}, found {header.digest}; "
+            "the image belongs to another step"
+        )
+    return header
+
+
+def is_complete(store: Store, remain: Remain) -> bool:
+    """Are all parts and images of a step in the making there and in agreement?
+
+    A question of the shallow kind: chunks are verified when the step is read.
+    """
+    try:
+        first = read_part(store, remain.name, remain.attempt, 0)
+        for process in range(first.processes):
+            part = read_part(store, remain.name, remain.attempt, process)
+            if (part.step, part.processes) != (remain.step, first.processes):
+                return False
+            read_header(store, remain.name, part)
+    except (NotFound, Damaged):
+        return False
+    return True
+
+
+# --- the small files, a pure function ----------------------------------------------------------
+
+
+def step_files(headers: Sequence[Header]) -> dict[str, bytes]:
+    """All small files of a step but the parts, by name relative to the step; the marker last.
+
+    `headers` are those of the images of process 0, 1, ... The record of the step is in the first.
+
+    Raises:
+        Damaged: the images do not belong together, or a chunk of an array is in none of them.
+    """
+    meta, record = headers[0].meta, headers[0].meta["record"]
+    attempt, step, branch = meta["attempt"], meta["step"], meta["branch"]
+    for number, header in enumerate(headers):
+        found = (header.meta.get("step"), header.meta.get("attempt"), header.meta.get("process"))
+        if found != (step, attempt, number):
+            raise Damaged(
+                f"{header.where}: wanted process {number} of step {step}, attempt {attempt}; "
+                f"found (step, attempt, process) = {found}"
+            )
+    leaves = [LeafSpec.from_json(leaf) for leaf in record["leaves"]]
+    empty = [EmptySpec.from_json(node) for node in record["empty"]]
+    by_param = {spec.param: spec for header in headers for spec in header.arrays}
+    arrays = [by_param[leaf.param] for leaf in leaves if leaf.param in by_param]
+
+    database = _index(headers, attempt)
+    files = {
+        **orbax_json.files(
+            leaves,
+            arrays,
+            [(node.keys, node.orbax_type) for node in empty],
+            item=layout.ITEM,
+            device=record["device"],
+            init_ns=meta["time_ns"],
+            commit_ns=meta["time_ns"],
+        ),
+        layout.ORBAX_V1: b"",
+        layout.index_name(attempt): database.nodes,
+        f"{layout.ITEM}/manifest.ocdbt": database.manifest,
+        layout.TREE: _tree(record, leaves, leaf_digests(headers)),
+    }
+    manifest = layout.seal(
+        {
+            "format": layout.FORMAT,
+            "step": step,
+            "branch": branch,
+            "attempt": attempt,
+            "parent": record["parent"],
+            "time_ns": meta["time_ns"],
+            "images": [
+                {
+                    "name": layout.image_name(attempt, number),
+                    "size_bytes": header.size_bytes,
+                    "header": header.digest,
+                }
+                for number, header in enumerate(headers)
+            ],
+            "files": {
+                name: {"size_bytes": len(data), "digest": layout.digest(data)}
+                for name, data in {**_parts(headers), **files}.items()
+            },
+            "bytes": int(sum(int(header.columns.nbytes.sum()) for header in headers)),
+            "arrays": len(arrays),
+            "data": _data(headers),
+            **{name: record.get(name) for name in ("metrics", "extra", "guard", "environment")},
+        }
+    )
+    marker = layout.Marker(StepId(step, branch, attempt), layout.digest(manifest))
+    return {**files, layout.MANIFEST: manifest, layout.MARKER: marker.emit()}
+
+
+def part_of(header: Header) -> Part:
+    """The receipt for an image."""
+    meta = header.meta
+    return Part(
+        meta["step"],
+        meta["attempt"],
+        meta["process"],
+        meta["processes"],
+        header.size_bytes,
+        header.digest,
+    )
+
+
+def _parts(headers: Sequence[Header]) -> dict[str, bytes]:
+    parts = [part_of(header) for header in headers]
+    return {layout.part_name(part.attempt, part.process): part.emit() for part in parts}
+
+
+def _index(headers: Sequence[Header], attempt: int) -> ocdbt.Database:
+    meta = headers[0].meta
+    identity = ":".join(header.digest for header in headers).encode()
+    prefix = f"{layout.ITEM}/"
+    return ocdbt.index(
+        headers,
+        [layout.image_name(attempt, number).removeprefix(prefix) for number in range(len(headers))],
+        layout.index_name(attempt).removeprefix(prefix),
+        uuid=xxhash.xxh3_128_digest(identity),
+        time_ns=meta["time_ns"],
+    )
+
+
+def _tree(record: dict[str, Json], leaves: Sequence[LeafSpec], digests: dict[str, str]) -> bytes:
+    return layout.seal(
+        {
+            "format": layout.FORMAT,
+            "structure": record["structure"],
+            "empty": record["empty"],
+            "leaves": [
+                {**leaf.to_json(), "digest": digests.get(leaf.param)}
+                if leaf.param in digests
+                else leaf.to_json()
+                for leaf in leaves
+            ],
+            "hidden_from_orbax": [leaf.name for leaf in leaves if not leaf.orbax],
+        }
+    )
+
+
+def leaf_digests(headers: Sequence[Header]) -> dict[str, str]:
+    """Digest of each array: xxh3-128 over its chunk digests in grid order, by param."""
+    params: dict[str, int] = {}
+    arrays: list[ArraySpec] = []
+    rows, cells, digests = [], [], []
+    width = max((h.columns.grid.shape[1] for h in headers), default=0)
+    for header in headers:
+        numbers = []
+        for spec in header.arrays:
+            if spec.param not in params:
+                params[spec.param] = len(arrays)
+                arrays.append(spec)
+            numbers.append(params[spec.param])
+        columns = header.columns
+        rows.append(np.array(numbers, np.int64)[columns.array.astype(np.int64)])
+        grid = columns.grid.astype(np.int64)
+        cells.append(np.pad(grid, ((0, 0), (0, width - grid.shape[1]))))
+        digests.append(columns.digest)
+    row, cell, digest = np.concatenate(rows), np.concatenate(cells), np.concatenate(digests)
+    order = np.lexsort((*cell.T[::-1], row))
+    row, digest = row[order], digest[order]
+    ends = np.searchsorted(row, np.arange(len(arrays)), side="right").tolist()
+    starts = [0, *ends[:-1]]
+    return {
+        spec.param: layout.digest(digest[start:end].tobytes())
+        for spec, start, end in zip(arrays, starts, ends, strict=True)
+    }
+
+
+def _data(headers: Sequence[Header]) -> dict[str, Json]:
+    """Iterator states by name: one state where all processes agree, else one per process."""
+    found: dict[str, Json] = {}
+    for name, first in headers[0].meta["data"].items():
+        states = []
+        for header in headers:
+            if name not in header.meta["data"]:
+                raise Damaged(f"{header.where}: the state of iterator {name!r} is absent")
+            states.append(header.meta["data"][name]["state"])
+        same = all(state == states[0] for state in states)
+        found[name] = {**first, "state": states[0]} if same else {**first, "states": states}
+        if not same:
+            found[name].pop("state", None)
+    return found
+
+
+# --- writing and publishing --------------------------------------------------------------------
+
+
+def finish(store: Store, prefix: str, headers: Sequence[Header]) -> None:
+    """Write the small files of a step whose images and parts are durable under `prefix`."""
+    files = step_files(headers)
+    marker = files.pop(layout.MARKER)
+    store.put_many({f"{prefix}/{name}": data for name, data in files.items()})
+    store.put(f"{prefix}/{layout.MARKER}", marker)
+
+
+def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
+    """Look, rename to the final name, look again. Returns when the step is acknowledged.
+
+    `line` is the lineage of the head, `owner` the attempt that must own the run: that of the step
+    for a save, a later one for a roll-forward.
+
+    Raises:
+        Superseded: a newer attempt owns the run; whether the step counts is for its lineage to say.
+        AlreadyExists: another step that counts stands there.
+    """
+    making = layout.making_name(step.branch, step.step, step.attempt)
+    final = layout.step_name(step.branch, step.step)
+    attempts.look(store, owner)
+    while True:
+        try:
+            store.move(making, final)
+            break
+        except NotFound as error:
+            # Rolled forward or removed by somebody else: the look tells, or it is there already.
+            attempts.look(store, owner)
+            if _occupant(store, step) != step:
+                raise StoreFailed(
+                    f"{store.location}/{making}: vanished while it was being published"
+                ) from error
+            break
+        except AlreadyExists:
+            occupant = _occupant(store, step)
+            if occupant == step:
+                break
+            if not lineage.may_be_remade(line, owner, occupant):
+                attempts.look(store, owner)
+                raise AlreadyExists(
+                    f"{store.location}/{final}: {occupant} is there and counts; "
+                    f"attempt {owner} must not replace it"
+                ) from None
+            _set_aside(store, step, owner)
+    attempts.look(store, owner)
+
+
+def _occupant(store: Store, step: StepId) -> StepId | None:
+    try:
+        return attempts.read_marker(store, step.branch, step.step).id
+    except (NotFound, Damaged):
+        return None
+
+
+def _set_aside(store: Store, step: StepId, owner: int) -> None:
+    aside = layout.aside_name(step.branch, step.step, owner)
+    store.delete_tree(aside)
+    store.move(layout.step_name(step.branch, step.step), aside)
+
+
+# --- deleting ------------------------------------------------------------------------------------
+
+
+def delete_step(store: Store, step: StepId, *, owner: int) -> None:
+    """Condemn, look, remove (FORMAT.md section 7).
+
+    Raises:
+        Superseded: a newer attempt owns the run; the step was put back.
+    """
+    final = layout.step_name(step.branch, step.step)
+    condemned = layout.deleted_name(step.branch, step.step, owner)
+    store.delete_tree(condemned)
+    try:
+        store.move(final, condemned)
+    except NotFound:
+        return
+    try:
+        attempts.look(store, owner)
+    except Superseded:
+        with contextlib.suppress(NotFound, AlreadyExists):  # the new owner may have dealt with it
+            store.move(condemned, final)
+        raise
+    store.delete_tree(condemned)
+
+
+def put_back(store: Store, step: StepId, remain: Remain) -> None:
+    """Take a step back that an older attempt condemned after this attempt's claim."""
+    with contextlib.suppress(NotFound, AlreadyExists):  # its deleter may have put it back
+        store.move(remain.name, layout.step_name(step.branch, step.step))
+
+
+def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[str]:
+    """Publish or remove what older attempts left in the making; returns one line for each.
+
+    Raises:
+        Superseded: a newer attempt owns the run.
+    """
+    remains = [
+        Remain(r.branch, r.step, r.attempt, r.state, r.name, is_complete(store, r))
+        if r.state == "making" and r.attempt < owner
+        else r
+        for r in listing.remains
+    ]
+    done = []
+    line = listing.lineage
+    for action in lineage.roll_forward(owner, line, listing.steps, remains):
+        remain = action.remain
+        if isinstance(action, lineage.Publish):
+            try:
+                headers = read_headers(store, remain.name, remain.attempt)
+                finish(store, remain.name, headers)
+            except (NotFound, Damaged) as error:
+                done.append(f"left {remain.name}: {error}")
+                continue
+            step = StepId(remain.step, remain.branch, remain.attempt)
+            publish(store, step, line, owner=owner)
+            done.append(f"published {step}")
+        else:
+            _remove(store, remain, owner)
+            done.append(f"removed {remain.name}")
+    return done
+
+
+def _remove(store: Store, remain: Remain, owner: int) -> None:
+    """First out of the way under a name of ours, so that nobody publishes half of it."""
+    mine = layout.deleted_name(remain.branch, remain.step, owner)
+    store.delete_tree(mine)
+    try:
+        store.move(remain.name, mine)
+    except NotFound:
+        return
+    store.delete_tree(mine)
+
+
+def read_headers(store: Store, prefix: str, attempt: int) -> list[Header]:
+    """The headers of all images under `prefix`, checked against their parts."""
+    first = read_part(store, prefix, attempt, 0)
+    parts = [first, *(read_part(store, prefix, attempt, i) for i in range(1, first.processes))]
+    return [read_header(store, prefix, part) for part in parts]
+
+
+def describe(error: CheckpointError) -> str:
+    """Type and text of an error, for reports."""
+    return f"{type(error).__name__}: {error}"

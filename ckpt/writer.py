@@ -1,0 +1,241 @@
+"""The loop that turns snapshots into committed steps, in a thread of its own.
+
+A job is a filled slot. Its way: image durable -> part durable -> (process 0: all parts there ->
+small files -> publish -> retention). No jax here: the same loop can run in another process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+from ckpt import commit, layout
+from ckpt.errors import CheckpointError, Misuse, NotFound, PeerFailed, StoreFailed, Superseded
+from ckpt.image import Header
+from ckpt.lineage import Lineage, StepId
+from ckpt.processes import Processes
+from ckpt.store import Store
+
+TIER = "shared"
+_POLL_S = 0.02
+_POLL_LIMIT_S = 0.5
+
+
+class Slot(Protocol):
+    """A filled slot of the arena."""
+
+    buffer: memoryview
+
+    def release(self) -> None: ...
+
+
+class Pending:
+    """A save on its way. `wait` raises what went wrong; so does the next save if nobody asks."""
+
+    def __init__(self, step: int, tiers: tuple[str, ...]) -> None:
+        self.step = step
+        self.tiers = tiers
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._heard = False
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self._done.is_set() else "on its way"
+        return f"Pending(step={self.step}, {state})"
+
+    def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
+        """Block until the step is acknowledged by a tier (all that are due without a name).
+
+        "snapshot" returns at once: the copy was taken before `save` returned.
+
+        Raises:
+            Misuse: the tier is not due for this save.
+            TimeoutError: not yet done after `timeout` seconds; the save goes on.
+            CheckpointError: the save failed.
+        """
+        self._check(tier)
+        if tier == "snapshot":
+            return
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"step {self.step}: not durable after {timeout} s; still writing")
+        self._heard = True
+        if self._error is not None:
+            raise self._error
+
+    def done(self, tier: str | None = None) -> bool:
+        """Is the step acknowledged by the tier (by all that are due)? Raises what went wrong."""
+        self._check(tier)
+        if tier == "snapshot":
+            return True
+        if not self._done.is_set():
+            return False
+        self._heard = True
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _check(self, tier: str | None) -> None:
+        if tier is not None and tier != "snapshot" and tier not in self.tiers:
+            due = ", ".join(("snapshot", *self.tiers))
+            raise Misuse(f"step {self.step}: tier {tier!r} is not due; due are: {due}")
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._done.set()
+
+    @property
+    def unheard_error(self) -> BaseException | None:
+        """The error nobody has been told yet; telling it."""
+        if self._done.is_set() and self._error is not None and not self._heard:
+            self._heard = True
+            return self._error
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A snapshot to be made a step."""
+
+    id: StepId
+    slot: Slot
+    header: Header
+    line: Lineage
+    pending: Pending
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@final
+class Writer:
+    """Works off jobs in order.
+
+    Args:
+        committed: called on process 0 after a step is acknowledged (retention, log).
+        timeout_s: how long process 0 waits for the parts of the others.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        processes: Processes,
+        committed: Callable[[Job, dict[str, Any]], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._processes = processes
+        self._committed = committed
+        self._timeout_s = timeout_s
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._loop, name="ckpt-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its slot is released when the image is durable."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                self._write(job)
+            except BaseException as error:
+                job.pending._finish(error)
+            else:
+                job.pending._finish()
+
+    def _write(self, job: Job) -> None:
+        begun = time.monotonic()
+        step, here = job.id, self._processes.index
+        making = layout.making_name(step.branch, step.step, step.attempt)
+        outcome = f"a{step.attempt}/s{step.step}"
+        try:
+            try:
+                image = f"{making}/{layout.image_name(step.attempt, here)}"
+                size = job.header.size_bytes
+                self._store.write_image(image, job.slot.buffer[:size])
+            finally:
+                job.slot.release()
+            part = commit.part_of(job.header)
+            self._store.put(f"{making}/{layout.part_name(step.attempt, here)}", part.emit())
+            if here == 0:
+                headers = self._all_headers(making, step, outcome)
+                commit.finish(self._store, making, headers)
+                commit.publish(self._store, step, job.line, owner=step.attempt)
+        except BaseException as error:
+            error = self._explained(error, step)
+            if here == 0:
+                self._processes.tell(f"{outcome}/outcome", {"failed": str(error)})
+            else:
+                self._processes.tell(f"{outcome}/failed/{here}", str(error))
+            raise error from error.__cause__
+        if here == 0:
+            self._processes.tell(f"{outcome}/outcome", {"committed": True})
+            figures = {
+                **job.figures,
+                "durable_s": round(time.monotonic() - begun, 6),
+                "bytes": sum(header.size_bytes for header in headers),
+            }
+            self._committed(job, figures)
+        else:
+            heard = self._processes.hear(
+                f"{outcome}/outcome", 0, self._timeout_s, bad_news=lambda: None
+            )
+            if "failed" in heard:
+                raise PeerFailed(f"process 0 did not commit step {step.step}: {heard['failed']}")
+
+    def _explained(self, error: BaseException, step: StepId) -> BaseException:
+        """Files that vanish under an attempt that was superseded are no fault of the store."""
+        if isinstance(error, NotFound | StoreFailed):
+            from ckpt import attempts
+
+            try:
+                attempts.look(self._store, step.attempt)
+            except Superseded as superseded:
+                superseded.__cause__ = error
+                return superseded
+            except CheckpointError:
+                return error
+        return error
+
+    def _all_headers(self, making: str, step: StepId, outcome: str) -> list[Header]:
+        """Wait for the parts by name, then read the headers of the images they speak of."""
+        end = time.monotonic() + self._timeout_s
+        headers = []
+        for process in range(self._processes.count):
+            pause_s = _POLL_S
+            while True:
+                try:
+                    part = commit.read_part(self._store, making, step.attempt, process)
+                    break
+                except NotFound:
+                    pass
+                self._raise_bad_news(process, step, outcome)
+                if time.monotonic() >= end:
+                    raise PeerFailed(
+                        f"step {step.step}: process {process} of {self._processes.count} has not "
+                        f"written its part within {self._timeout_s:.0f} s; it may be dead or stuck"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(_POLL_LIMIT_S, pause_s * 1.5)
+            headers.append(commit.read_header(self._store, making, part))
+        return headers
+
+    def _raise_bad_news(self, process: int, step: StepId, outcome: str) -> None:
+        if process == self._processes.index:
+            return
+        try:
+            news = self._processes.hear(f"{outcome}/failed/{process}", process, 0.0, lambda: None)
+        except PeerFailed:
+            return
+        raise PeerFailed(f"step {step.step}: process {process} could not save: {news}")
