@@ -107,7 +107,11 @@ class Arena:
         self._closed = False
         self._lock_fd, self._directory_fd = _own(self.directory, _owner_text(owner))
         _live.add(self)
-        full = {image.slot for image in self.valid_images()}
+        try:
+            full = {image.slot for image in self.valid_images()}
+        except BaseException:
+            self._let_go()
+            raise
         self._order = sorted(range(slots), key=lambda k: (k in full, k))
 
     def claim(self, nbytes: int, timeout_s: float | None = None) -> Slot:
@@ -153,7 +157,7 @@ class Arena:
         try:
             with self._opened(number, os.O_RDWR) as fd:
                 return Slot(self, number, mmap.mmap(fd, os.fstat(fd).st_size))
-        except (OSError, ValueError) as error:
+        except (StoreFailed, OSError, ValueError) as error:
             self._take_back(number)
             raise Misuse(f"{self.directory}: slot {number} has no image: {error}") from error
 
@@ -219,7 +223,11 @@ class Arena:
     @contextlib.contextmanager
     def _opened(self, number: int, flags: int) -> Iterator[int]:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(_slot_name(number), flags, 0o600, dir_fd=self._directory_fd)
+        try:
+            fd = os.open(_slot_name(number), flags, 0o600, dir_fd=self._directory_fd)
+        except OSError as error:
+            path = self.directory / _slot_name(number)
+            raise StoreFailed(f"{path}: cannot open this slot: {error}") from error
         try:
             yield fd
         finally:
@@ -332,20 +340,22 @@ def _each_stale(parent: Path, *, remove: bool) -> Iterator[StaleArena]:
 
 def _own(directory: Path, owner: str) -> tuple[int, int]:
     """Make the directory and take its lock; returns the descriptors of lock and directory."""
-    for _ in range(100):
-        _make_private(directory)
+    error = None
+    for _ in range(100):  # an owner that leaves may remove it between any two of these calls
         try:
+            _make_private(directory)
             directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # an owner that left removed it just now
+        except FileNotFoundError as absent:
+            error = absent
+            continue
         try:
             lock_fd = os.open(_LOCK_NAME, _FLAGS | os.O_CREAT, 0o600, dir_fd=directory_fd)
-        except FileNotFoundError:
+        except OSError as failed:
             os.close(directory_fd)
+            if not isinstance(failed, FileNotFoundError):
+                raise StoreFailed(f"{directory}: cannot open its lock: {failed}") from failed
+            error = failed
             continue
-        except BaseException:
-            os.close(directory_fd)
-            raise
         if not _try_lock(lock_fd):
             text = _describe(_read_owner(lock_fd))
             os.close(lock_fd)
@@ -360,7 +370,7 @@ def _own(directory: Path, owner: str) -> tuple[int, int]:
             return lock_fd, directory_fd
         os.close(lock_fd)
         os.close(directory_fd)
-    raise StoreFailed(f"{directory} vanishes again and again while its lock is taken")
+    raise StoreFailed(f"{directory}: cannot be made, or vanishes each time: {error}") from error
 
 
 def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
@@ -375,12 +385,15 @@ def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
 
 
 def _make_private(directory: Path) -> None:
+    """Make it, or check that it is ours alone; `FileNotFoundError` when it was just removed."""
     try:
         for ancestor in (*reversed(directory.parents), directory):
             with contextlib.suppress(FileExistsError):
                 if not ancestor.exists():
                     ancestor.mkdir(mode=0o700)
         found = os.lstat(directory)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise StoreFailed(f"{directory}: cannot make this directory: {error}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
