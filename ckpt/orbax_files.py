@@ -1,0 +1,431 @@
+"""Steps that Orbax wrote: their names, items and small JSON files. Neither jax nor TensorStore.
+
+Read are the directories of both API generations: one directory per item (`default`, `state`,
+`items`, ... with a `_METADATA` file), and "direct" checkpoints with `_METADATA` at step level.
+Optional files may be absent: `_CHECKPOINT_METADATA`, `_sharding`, `array_metadatas/` (without it
+nothing says that an array is a PRNG key), `_strings.json` unless there are string leaves.
+
+On file systems a name without `.orbax-checkpoint-tmp` counts as a finished step, as it does for
+Orbax; elsewhere `commit_success.txt` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed, Unsupported
+from ckpt.store import Entry, Store, open_store
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+
+SEQUENCE, MAPPING = 1, 2
+"""Orbax's key types. A tuple is a sequence, a named tuple a mapping: more is not stored."""
+
+_TREE = "_METADATA"
+_STEP = "_CHECKPOINT_METADATA"
+_STEP_MARKS = {_STEP, _TREE, "orbax.checkpoint"}
+_DELETION = "_CHECKPOINT_DELETION"
+_PREFERRED = ("default", "state", "items")
+_EMPTY: Mapping[str, Any] = {
+    "None": None,
+    "NamedTuple": None,  # an empty one; Orbax gives None as well
+    "Dict": {},
+    "List": [],
+    "Tuple": (),
+}
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxLeaf:
+    """One leaf by its metadata.
+
+    `param` names its array: the keys joined by dots. `keys` are (text, SEQUENCE or MAPPING), from
+    the root. `value_type` is Orbax's word: jax.Array, np.ndarray, scalar, string, or that of an
+    empty container. `impl` is the PRNG implementation when the array is key data.
+    """
+
+    param: str
+    keys: tuple[tuple[str, int], ...]
+    value_type: str
+    impl: str | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the value lies in an array; all others come from JSON."""
+        return self.value_type in _ARRAYS
+
+
+@dataclass(frozen=True)
+class OrbaxItem:
+    """One pytree of one step, as its JSON files describe it.
+
+    `location` is its directory or URL; `missing_is_zero` says that chunks that are not there stand
+    for zeros (old checkpoints; otherwise they are damage). `tuples` are the key paths of tuples
+    where the writer recorded them. `strings` are the values of string leaves by param.
+    """
+
+    location: str
+    leaves: tuple[OrbaxLeaf, ...]
+    ocdbt: bool
+    zarr3: bool
+    missing_is_zero: bool
+    strings: Mapping[str, str]
+    tuples: frozenset[tuple[str, ...]] = frozenset()
+
+
+def is_orbax_step(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a finished step of Orbax at `path`, by its files; nothing is verified.
+
+    Raises:
+        StoreFailed: the location could not be read.
+    """
+    store = open_store(path)
+    if TEMPORARY in os.path.basename(store.location.rstrip("/")):
+        return False
+    return _is_step(store, "")
+
+
+def step_names(root: str | os.PathLike[str], *, prefix: str | None = None) -> dict[int, str]:
+    """The finished steps of Orbax in a root: number to directory name, ascending.
+
+    Names are `<step>`, or `<prefix>_<step>` when a prefix is given; zeros may stand in front.
+    Where two names mean the same number, the one without zeros counts.
+    """
+    store = open_store(root)
+    pattern = re.compile(rf"{re.escape(prefix)}_([0-9]+)" if prefix else r"([0-9]+)")
+    found: dict[int, str] = {}
+    for entry in sorted(store.list(""), key=lambda entry: (-len(entry.name), entry.name)):
+        match = pattern.fullmatch(entry.name)
+        if entry.is_dir and match and _is_step(store, entry.name):
+            found[int(match[1])] = entry.name
+    return dict(sorted(found.items()))
+
+
+def steps(root: str | os.PathLike[str], *, prefix: str | None = None) -> list[int]:
+    """The finished steps of Orbax in a root, ascending; see `step_names`."""
+    return list(step_names(root, prefix=prefix))
+
+
+def items(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The items of a step by name: "pytree", "json" (also iterator states of Grain) or "other".
+
+    A direct checkpoint has one, with the empty name.
+
+    Raises:
+        NotFound: no checkpoint there.
+    """
+    store = open_store(path)
+    entries = _listed(store, path)
+    if any(entry.name == _TREE for entry in entries):
+        return {"": "pytree"}
+    return {entry.name: _kind(store, entry.name) for entry in entries if _is_item(entry)}
+
+
+def read_json(path: str | os.PathLike[str], item: str) -> dict[str, Any]:
+    """The JSON files of an item by file name: `metadata`, `metrics`, `process_<i>-of-<n>.json`.
+
+    Raises:
+        NotFound: no such item, or no JSON in it.
+        Damaged: a file does not parse.
+    """
+    store = open_store(path)
+    names = [e.name for e in store.list(item) if not e.is_dir and _is_json_name(e.name)]
+    if not names:
+        raise NotFound(f"{store.location}/{item}: wanted a JSON item, found {_names(store, item)}")
+    return {name: _json(store, f"{item}/{name}") for name in names}
+
+
+def read_item(path: str | os.PathLike[str], item: str | None = None) -> OrbaxItem:
+    """Describe a pytree item. Without a name: `default`, `state`, `items`, or the only one.
+
+    Raises:
+        NotFound: no checkpoint there, or no such item.
+        Damaged: a small file does not parse, or one that must be there is absent.
+        Unsupported: a leaf or layout that is not read; the message says what is.
+        Misuse: several items and none was named.
+    """
+    store = open_store(path)
+    name = _choose(store, path, item)
+    below = f"{name}/" if name else ""
+    where = f"{store.location}/{name}" if name else store.location
+    present = {entry.name for entry in store.list(name)}
+    if _TREE not in present:
+        raise _without_tree(where, present)
+    tree = _json(store, below + _TREE)
+    if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
+        raise Damaged(f"{where}/{_TREE}: wanted an object with tree_metadata, found no such thing")
+    impls = _key_impls(store, below) if "array_metadatas" in present else {}
+    leaves = tuple(
+        _leaf(f"{where}/{_TREE}", text, entry, impls)
+        for text, entry in tree["tree_metadata"].items()
+    )
+    ocdbt = "manifest.ocdbt" in present
+    if tree.get("use_ocdbt") and not ocdbt and any(leaf.is_array for leaf in leaves):
+        raise Damaged(
+            f"{where}: wanted manifest.ocdbt, as {_TREE} says, found {_text(present)}; "
+            "the step was not copied or written completely"
+        )
+    return OrbaxItem(
+        location=where,
+        leaves=leaves,
+        ocdbt=ocdbt,
+        zarr3=bool(tree.get("use_zarr3", False)),
+        missing_is_zero=not tree.get("store_array_data_equal_to_fill_value", False),
+        strings=_strings(store, where, below, leaves),
+        tuples=_tuples(tree.get("value_metadata_tree"), f"{where}/{_TREE}"),
+    )
+
+
+def empty_value(leaf: OrbaxLeaf) -> Any:
+    """The value of a leaf that is None or an empty container."""
+    value = _EMPTY[leaf.value_type]
+    return value.copy() if isinstance(value, (dict, list)) else value
+
+
+def rebuild(item: OrbaxItem, values: Sequence[Any]) -> Any:
+    """The tree of an item from the values of its leaves, in their order.
+
+    Mappings become dicts with text keys and sequences lists, as Orbax gives them without a
+    template; tuples come back as such only where the writer recorded rich types. Named tuples and
+    other nodes are dicts.
+
+    Raises:
+        Damaged: the keys of the leaves contradict each other.
+    """
+    if len(item.leaves) == 1 and not item.leaves[0].keys:
+        return values[0]
+    root = _Node()
+    kinds: dict[tuple[str, ...], int] = {}
+    for leaf, value in zip(item.leaves, values, strict=True):
+        node, path = root, tuple(key for key, _ in leaf.keys)
+        for depth, (key, kind) in enumerate(leaf.keys):
+            if kinds.setdefault(path[:depth], kind) != kind or type(node) is not _Node:
+                raise Damaged(f"{item.location}/{_TREE}: {leaf.param}: contradicts other keys")
+            if depth == len(leaf.keys) - 1:
+                if key in node:
+                    raise Damaged(f"{item.location}/{_TREE}: {leaf.param}: is there twice")
+                node[key] = value
+            else:
+                node = node.setdefault(key, _Node())
+        if not leaf.keys:
+            raise Damaged(f"{item.location}/{_TREE}: a leaf without keys beside others")
+    return _finished(item, root, (), kinds)
+
+
+class _Node(dict[Any, Any]):
+    """An inner node while a tree is built; tells it from a leaf that is a dict."""
+
+
+def _finished(
+    item: OrbaxItem,
+    node: dict[Any, Any],
+    path: tuple[str, ...],
+    kinds: Mapping[tuple[str, ...], int],
+) -> Any:
+    built = {
+        key: _finished(item, value, (*path, key), kinds) if isinstance(value, _Node) else value
+        for key, value in node.items()
+    }
+    if kinds.get(path) != SEQUENCE:
+        return built
+    count = len(built)
+    if any(str(i) not in built for i in range(count)):
+        raise Damaged(
+            f"{item.location}/{_TREE}: {'.'.join(path)}: wanted entries 0 .. {count - 1} of a "
+            f"sequence, found {', '.join(built)}"
+        )
+    in_order = [built[str(i)] for i in range(count)]
+    return tuple(in_order) if path in item.tuples else in_order
+
+
+def _is_step(store: Store, name: str) -> bool:
+    entries = store.list(name)
+    names = {entry.name for entry in entries}
+    if not store.renames and "commit_success.txt" not in names:
+        return False
+    if names & _STEP_MARKS:
+        return True
+    below = f"{name}/" if name else ""
+    return any(store.exists(f"{below}{e.name}/{_TREE}") for e in entries if _is_item(e))
+
+
+def _is_item(entry: Entry) -> bool:
+    return entry.is_dir and TEMPORARY not in entry.name and not entry.name.startswith(".")
+
+
+def _kind(store: Store, name: str) -> str:
+    names = [entry.name for entry in store.list(name) if not entry.is_dir]
+    if _TREE in names:
+        return "pytree"
+    return "json" if any(map(_is_json_name, names)) else "other"
+
+
+def _is_json_name(name: str) -> bool:
+    return (
+        name in ("metadata", "metrics")
+        or re.fullmatch(r"process_\d+-of-\d+\.json", name) is not None
+    )
+
+
+def _listed(store: Store, path: str | os.PathLike[str]) -> list[Entry]:
+    entries = store.list("")
+    if TEMPORARY in os.path.basename(store.location.rstrip("/")):
+        raise NotFound(f"{store.location}: an unfinished step of Orbax, by its name; take another")
+    if not _is_step(store, ""):
+        raise NotFound(
+            f"{os.fspath(path)}: wanted a step of Orbax ({_STEP} or an item with {_TREE}), "
+            f"found {_names(store, '')}"
+        )
+    return entries
+
+
+def _choose(store: Store, path: str | os.PathLike[str], item: str | None) -> str:
+    entries = _listed(store, path)
+    _refuse_deleted(store, entries, item)
+    direct = any(entry.name == _TREE for entry in entries)
+    if direct and not item:
+        return ""
+    names = [entry.name for entry in entries if _is_item(entry)]
+    if item is not None:
+        if item not in names:
+            raise NotFound(f"{store.location}: wanted item {item!r}, found {_text(names)}")
+        return item
+    trees = [name for name in names if store.exists(f"{name}/{_TREE}")]
+    preferred = [name for name in _PREFERRED if name in trees]
+    if preferred or len(trees) == 1:
+        return (preferred or trees)[0]
+    if trees:
+        raise Misuse(f"{store.location}: several items, {_text(trees)}: say item=")
+    raise _without_tree(store.location, {entry.name for entry in entries})
+
+
+def _refuse_deleted(store: Store, entries: Sequence[Entry], item: str | None) -> None:
+    """An item whose deletion began may be half there; Orbax refuses it too."""
+    if all(entry.name != _DELETION for entry in entries):
+        return
+    record = _json(store, _DELETION)
+    name = record.get("checkpointable_name") if isinstance(record, dict) else None
+    if item is None or item == name or not isinstance(name, str):
+        raise Damaged(
+            f"{store.location}: the deletion of item {name!r} was begun and not finished; "
+            "finish it with Orbax, or name another item"
+        )
+
+
+def _without_tree(where: str, present: set[str]) -> Exception:
+    if "checkpoint" in present:
+        return Unsupported(
+            f"{where}: holds one msgpack file `checkpoint`, the format of Flax and early Orbax; "
+            "restore it with Orbax and save it again"
+        )
+    return Damaged(
+        f"{where}: wanted {_TREE}, without which nothing tells the leaves, found {_text(present)}; "
+        "Orbax does not open it either"
+    )
+
+
+def _leaf(where: str, text: str, entry: Any, impls: Mapping[str, str]) -> OrbaxLeaf:
+    try:
+        keys = tuple((part["key"], part["key_type"]) for part in entry["key_metadata"])
+        value_type = entry["value_metadata"]["value_type"]
+        skipped = entry["value_metadata"].get("skip_deserialize", False)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{where}: {text}: wanted keys and a value type: {error!r}") from error
+    for key, kind in keys:
+        if not isinstance(key, str) or kind not in (SEQUENCE, MAPPING):
+            raise Damaged(
+                f"{where}: {text}: wanted a text key of type 1 or 2, found {key!r}, {kind}"
+            )
+    param = ".".join(key for key, _ in keys)
+    if value_type in _EMPTY:
+        return OrbaxLeaf(param, keys, value_type)
+    if skipped or value_type not in (*_ARRAYS, "string"):
+        raise Unsupported(
+            f"{where}: {param}: value type {value_type!r} is not read (only {', '.join(_ARRAYS)}, "
+            "string, None and empty containers); restore it with Orbax and save it again"
+        )
+    return OrbaxLeaf(param, keys, value_type, impls.get(param))
+
+
+def _key_impls(store: Store, below: str) -> dict[str, str]:
+    """PRNG implementations by param: `array_metadatas/` is the only place that tells keys."""
+    found = {}
+    for entry in store.list(f"{below}array_metadatas"):
+        key = f"{below}array_metadatas/{entry.name}"
+        if entry.is_dir or not entry.name.startswith("process_"):
+            continue
+        try:
+            for wrapped in _json(store, key)["array_metadatas"]:
+                array = wrapped["array_metadata"]
+                impl = (array.get("ext_metadata") or {}).get("random_key_impl")
+                if impl is not None:
+                    found[str(array["param_name"])] = str(impl)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{store.location}/{key}: no array metadata: {error!r}") from error
+    return found
+
+
+def _strings(store: Store, where: str, below: str, leaves: Sequence[OrbaxLeaf]) -> dict[str, str]:
+    params = [leaf.param for leaf in leaves if leaf.value_type == "string"]
+    if not params:
+        return {}
+    try:
+        values = _json(store, f"{below}_strings.json")
+    except NotFound as error:
+        raise Damaged(f"{where}/_strings.json: absent, but {params[0]} is a string") from error
+    for param in params:
+        if not isinstance(values, dict) or not isinstance(values.get(param), str):
+            raise Damaged(f"{where}/_strings.json: {param}: wanted a string, found none")
+    return {param: values[param] for param in params}
+
+
+def _tuples(encoded: Any, where: str) -> frozenset[tuple[str, ...]]:
+    """Key paths of the tuples in the rich description of a tree, which few writers add."""
+    if encoded is None:
+        return frozenset()
+    found = set()
+    try:
+        pending: list[tuple[tuple[str, ...], Any]] = [((), json.loads(encoded))]
+        while pending:
+            path, node = pending.pop()
+            if isinstance(node, dict) and node.get("category") == "custom":
+                if node["clazz"] != "tuple":
+                    continue
+                found.add(path)
+                node = node["entries"]
+            elif isinstance(node, dict) and node.get("category") == "namedtuple":
+                node = {part["key"]: part["value"] for part in node["entries"]}
+            children = enumerate(node) if isinstance(node, list) else node.items()
+            pending += [((*path, str(key)), child) for key, child in children]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{where}: value_metadata_tree: {error!r}") from error
+    return frozenset(found)
+
+
+def _json(store: Store, key: str) -> Any:
+    raw = store.read(key)
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{store.location}/{key}: wanted JSON: {error}") from error
+
+
+def _names(store: Store, key: str) -> str:
+    if key and not store.exists(key):
+        return "nothing"
+    try:
+        return _text({entry.name for entry in store.list(key)})
+    except StoreFailed as error:
+        return f"what could not be listed ({error})"
+
+
+def _text(names: Sequence[str] | set[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - 12} more" if len(listed) > 12 else ""
+    return (", ".join(listed[:12]) + more) or "nothing"
