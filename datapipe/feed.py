@@ -28,9 +28,11 @@ class Feed:
             raise Misuse(f"sharding must be a jax.sharding.Sharding, found {sharding!r}")
         self._sharding = sharding
         self._batch_size = batch_size
+        self._least_axes = 1
         along = sharding
         if isinstance(sharding, NamedSharding):  # other axes do not matter for the rows
             along = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+            self._least_axes = max(1, len(sharding.spec))
         try:
             parts = along.addressable_devices_indices_map((batch_size,))
         except ValueError as error:
@@ -63,6 +65,11 @@ class Feed:
             raise Misuse(
                 f"{name} has shape {list(local.shape)}, wanted {self.rows.size} rows: "
                 ".map_batch must return the rows it is given"
+            )
+        if local.ndim < self._least_axes:
+            raise Misuse(
+                f"{name} of shape {list(local.shape)} cannot be sharded by {self._sharding}: "
+                f"it has fewer than {self._least_axes} axes; leave it out, or shard the batch axis only"
             )
         local = _narrow(name, local)
         shape = (self._batch_size, *local.shape[1:])
