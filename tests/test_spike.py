@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +73,16 @@ def test_every_real_spike_is_found_and_its_onset_is_near(noise: str, shape: str)
         late = 16 if shape in ("ramp", "diverges") else 0
         assert -2 <= fired.onset - start <= late, (seed, noise, shape, fired)
         assert fired.skip.start <= start < fired.skip.stop
+
+
+RECORDED = json.loads((Path(__file__).parent / "data/loss_curves.json").read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", RECORDED, ids=lambda run: f"bad from {run['first_bad']}")
+@pytest.mark.parametrize("guard", [SpikeGuard(), SMALL], ids=["default", "small"])
+def test_recorded_curves(run: dict, guard: SpikeGuard) -> None:
+    fired = first_firing(guard, np.array(run["loss"]))
+    assert (fired.onset if fired else None) == run["first_bad"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
