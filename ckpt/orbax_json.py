@@ -12,6 +12,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ckpt.errors import Damaged
 from ckpt.image import ArraySpec
 
 KeyPath = Sequence[tuple[str, int]]
@@ -48,7 +49,7 @@ class Leaf(Protocol):
 
     @property
     def inline(self) -> Any:
-        """The string of a leaf of kind `str`."""
+        """The string of a leaf of kind `str`; something else if it is no valid text."""
 
     @property
     def impl(self) -> str | None:
@@ -72,6 +73,8 @@ def files(
     """All of Orbax's small files by name relative to the step, but for the marker.
 
     `item` is the folder of the tree, `empty` lists the nodes without leaves by path and type.
+
+    Raises `Damaged` when a leaf has no array.
     """
     strings = string_values(leaves)
     return {
@@ -106,33 +109,34 @@ def tree_metadata(
     empty: Sequence[tuple[KeyPath, str]] = (),
 ) -> bytes:
     """`_METADATA`: path and type of every leaf and of every node without leaves."""
-    chunk_shapes = {spec.param: spec.chunk_shape for spec in arrays}
-    entries: dict[str, Any] = {}
-
-    def add(keys: KeyPath, value: dict[str, Any]) -> None:
-        path = str(tuple(key for key, _ in keys))
-        key_metadata = [{"key": key, "key_type": key_type} for key, key_type in keys]
-        # Paths that Orbax cannot tell apart, such as keys 1 and "1": it sees the first.
-        entries.setdefault(path, {"key_metadata": key_metadata, "value_metadata": value})
-
+    chunk_shapes = _chunk_shapes(leaves, arrays)
+    nodes: list[tuple[KeyPath, dict[str, Any]]] = []
     for leaf in leaves:
         kind = _value_type(leaf)
         value: dict[str, Any] = {"skip_deserialize": kind == "None", "value_type": kind}
         if kind == "jax.Array":
             value["write_shape"] = chunk_shapes[leaf.param]
-        add(leaf.keys, value)
+        nodes.append((leaf.keys, value))
     for keys, kind in empty:
-        add(keys, {"skip_deserialize": True, "value_type": kind if kind in EMPTY_TYPES else "None"})
-    return _json(
-        {
-            "custom_metadata": None,
-            # Without this Orbax v0 reads a chunk that is not there as zeros.
-            "store_array_data_equal_to_fill_value": True,
-            "tree_metadata": entries,
-            "use_ocdbt": True,
-            "use_zarr3": True,
-        }
-    )
+        kind = kind if kind in EMPTY_TYPES else "None"
+        nodes.append((keys, {"skip_deserialize": True, "value_type": kind}))
+
+    entries: dict[str, Any] = {}
+    # In the order of the tree, in which Orbax writes them: items of a list by number.
+    for keys, value in sorted(nodes, key=lambda node: [_rank(key) for key in node[0]]):
+        path = str(tuple(key for key, _ in keys))
+        key_metadata = [{"key": key, "key_type": key_type} for key, key_type in keys]
+        # Paths that Orbax cannot tell apart, such as keys 1 and "1": it sees the first.
+        entries.setdefault(path, {"key_metadata": key_metadata, "value_metadata": value})
+    metadata = {
+        "custom_metadata": None,
+        # Without this Orbax v0 reads a chunk that is not there as zeros.
+        "store_array_data_equal_to_fill_value": True,
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+    }
+    return json.dumps(metadata).encode()
 
 
 def shardings(leaves: Sequence[Leaf], device: str) -> bytes:
@@ -147,7 +151,7 @@ def shardings(leaves: Sequence[Leaf], device: str) -> bytes:
 
 def array_metadatas(leaves: Sequence[Leaf], arrays: Sequence[ArraySpec]) -> bytes:
     """`array_metadatas/process_0`: chunks of each jax array; alone says what is a PRNG key."""
-    chunk_shapes = {spec.param: spec.chunk_shape for spec in arrays}
+    chunk_shapes = _chunk_shapes(leaves, arrays)
     rows = [
         {
             "array_metadata": {
@@ -169,13 +173,30 @@ def string_values(leaves: Sequence[Leaf]) -> bytes:
     return _json(strings) if strings else b""
 
 
+def _chunk_shapes(
+    leaves: Sequence[Leaf], arrays: Sequence[ArraySpec]
+) -> dict[str, tuple[int, ...]]:
+    """Chunk shapes by param, one for each leaf that is a jax array to Orbax."""
+    shapes = {spec.param: spec.chunk_shape for spec in arrays}
+    for leaf in leaves:
+        if _value_type(leaf) == "jax.Array" and leaf.param not in shapes:
+            raise Damaged(f"leaf {leaf.param!r}: wanted its array in an image, found it in none")
+    return shapes
+
+
+def _rank(key: tuple[str, int]) -> tuple[int, str]:
+    text, key_type = key
+    return (int(text), "") if key_type == 1 and text.isdecimal() else (0, text)
+
+
 def _value_type(leaf: Leaf) -> str:
     """Orbax's name for the type of a leaf; `None` for what it cannot hold."""
     if not leaf.orbax:
         return "None"
     if leaf.kind == "str":
         # Orbax looks a string up by JSON pointer, in which these two have a meaning.
-        return "None" if "/" in leaf.param or "~" in leaf.param else "string"
+        known = isinstance(leaf.inline, str) and not {"/", "~"} & set(leaf.param)
+        return "string" if known else "None"
     if leaf.storage_dtype is None:
         return "None"
     if leaf.kind in ("jax", "key"):

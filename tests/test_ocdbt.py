@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
 
 import crc32c
 import numpy as np
@@ -18,215 +15,32 @@ import pytest
 import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_ocdbt import (
+    TIME_NS,
+    UUID,
+    Child,
+    Place,
+    column,
+    entries_of,
+    in_memory,
+    interior,
+    leaf,
+    plain_encode,
+    read_all,
+    walk,
+)
 
-from ckpt import image, ocdbt
+from ckpt import btree, image, ocdbt
+from ckpt.btree import Entries
 from ckpt.errors import Damaged, Misuse, Unsupported
 from ckpt.image import ArraySpec, ShardSpec
-from ckpt.ocdbt import Database, Entries
-
-UUID = bytes(range(16))
-TIME_NS = 10**18
-
-Place = tuple[str, int, int]
-"""A value in a data file: path, offset, length."""
-
-
-def entries_of(values: Mapping[bytes, bytes | Place], seed: int = 0) -> Entries:
-    """Columns in a random order of rows and files."""
-    rows, order = list(values.items()), random.Random(seed)
-    order.shuffle(rows)
-    files = sorted({value[0] for value in values.values() if isinstance(value, tuple)})
-    order.shuffle(files)
-    places = [value if isinstance(value, tuple) else ("", 0, 0) for _, value in rows]
-    return Entries(
-        keys=[key for key, _ in rows],
-        files=files,
-        file=np.array([files.index(path) if path else -1 for path, _, _ in places], np.int64),
-        offset=np.array([offset for _, offset, _ in places], np.uint64),
-        length=np.array([length for _, _, length in places], np.uint64),
-        inline=[value for _, value in rows if isinstance(value, bytes)],
-    )
-
-
-# -- the format, one field and one entry at a time
-
-
-def varint(value: int) -> bytes:
-    if value < 128:
-        return bytes([value])
-    return bytes([value & 127 | 128]) + varint(value >> 7)
-
-
-def column(values: Iterable[int]) -> bytes:
-    return b"".join(map(varint, values))
-
-
-def frame(magic: str, body: bytes) -> bytes:
-    head = bytes.fromhex(magic) + struct.pack("<Q", len(body) + 18) + b"\0\0"
-    return head + body + struct.pack("<I", crc32c.crc32c(head + body))
-
-
-def shared(names: list[bytes]) -> list[int]:
-    counts = []
-    for before, after in itertools.pairwise(names):
-        count = 0
-        while before[: count + 1] == after[: count + 1] and count < min(len(before), len(after)):
-            count += 1
-        counts.append(count)
-    return counts
-
-
-def rests(names: list[bytes]) -> list[bytes]:
-    return [name[cut:] for name, cut in zip(names, [0, *shared(names)], strict=False)]
-
-
-def table(names: list[bytes]) -> bytes:
-    suffixes = rests(names)
-    lengths = column(map(len, suffixes))
-    return (
-        varint(len(names))
-        + column(shared(names))
-        + lengths
-        + bytes(len(names))
-        + b"".join(suffixes)
-    )
-
-
-def leaf(rows: list[tuple[bytes, bytes | Place]]) -> bytes:
-    keys = [key for key, _ in rows]
-    places = [value for _, value in rows if isinstance(value, tuple)]
-    files = sorted({path.encode() for path, _, _ in places})
-    return frame(
-        "0cdb20de",
-        b"\0"
-        + table(files)
-        + varint(len(rows))
-        + column(shared(keys))
-        + column(map(len, rests(keys)))
-        + b"".join(rests(keys))
-        + column(value[2] if isinstance(value, tuple) else len(value) for _, value in rows)
-        + bytes(isinstance(value, tuple) for _, value in rows)
-        + column(files.index(path.encode()) for path, _, _ in places)
-        + column(offset for _, offset, _ in places)
-        + b"".join(value for _, value in rows if isinstance(value, bytes)),
-    )
-
-
-@dataclass
-class Child:
-    first: bytes
-    offset: int
-    size: int
-    keys: int
-    tree_bytes: int
-    indirect: int
-
-
-def interior(height: int, node_file: bytes, children: list[Child], excluded: int = 0) -> bytes:
-    keys = [child.first for child in children]
-    return frame(
-        "0cdb20de",
-        bytes([height])
-        + table([node_file])
-        + varint(len(children))
-        + column(shared(keys))
-        + column(map(len, rests(keys)))
-        + column(excluded for _ in children)
-        + b"".join(rests(keys))
-        + bytes(len(children))
-        + column(child.offset for child in children)
-        + column(child.size for child in children)
-        + column(child.keys for child in children)
-        + column(child.tree_bytes for child in children)
-        + column(child.indirect for child in children),
-    )
-
-
-def plain_encode(
-    values: Mapping[bytes, bytes | Place], node_file: str, leaf_keys: int, fan_out: int
-) -> Database:
-    """What `ocdbt.encode` must give, without columns."""
-    nodes, height, level = b"", 0, []
-    rows = sorted(values.items())
-    for at in range(0, len(rows), leaf_keys):
-        part = rows[at : at + leaf_keys]
-        node = leaf(part)
-        indirect = sum(value[2] for _, value in part if isinstance(value, tuple))
-        level.append(Child(part[0][0], len(nodes), len(node), len(part), len(node), indirect))
-        nodes += node
-    while len(level) > 1:
-        height += 1
-        above = []
-        for at in range(0, len(level), fan_out):
-            below = level[at : at + fan_out]
-            node = interior(height, node_file.encode(), below)
-            total = [sum(getattr(child, name) for child in below) for name in ("keys", "indirect")]
-            tree_bytes = sum(child.tree_bytes for child in below) + len(node)
-            above.append(
-                Child(below[0].first, len(nodes), len(node), total[0], tree_bytes, total[1])
-            )
-            nodes += node
-        level = above
-    root = level[0] if level else Child(b"", 2**64 - 1, 2**64 - 1, 0, 0, 0)
-    body = (
-        UUID
-        + bytes.fromhex("00 8008 80c2d72f 04 01 00000000")
-        + table([node_file.encode()])
-        + bytes([1, 1, height, 0])
-        + column([root.offset, root.size, root.keys, root.tree_bytes, root.indirect])
-        + struct.pack("<Q", TIME_NS)
-        + b"\0"
-    )
-    return Database(frame("0cdb3a2a", body), nodes)
-
-
-# -- TensorStore as reader
-
-
-def in_memory(database: Database, files: Mapping[str, bytes]) -> tuple[ts.KvStore, ts.KvStore]:
-    """The raw store that holds the files, and the key-value store that they make."""
-    context = ts.Context()
-    raw = ts.KvStore.open("memory://", context=context).result()
-    for path, content in files.items():
-        raw[path] = content
-    raw["nodes"], raw["manifest.ocdbt"] = database.nodes, database.manifest
-    store = ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result()
-    return raw, store
-
-
-def read_all(store: ts.KvStore) -> dict[bytes, bytes]:
-    return {key: store.read(key).result().value for key in store.list().result()}
-
-
-def walk(raw: ts.KvStore, node: dict[str, Any], height: int) -> dict[bytes, bytes | Place]:
-    """All entries below a node as TensorStore's dump shows them; statistics are checked."""
-    found: dict[bytes, bytes | Place] = {}
-    dumped = ts.ocdbt.dump(raw, node["location"]).result()
-    assert dumped["height"] == height
-    tree_bytes = int(node["location"].rsplit(":", 1)[1])
-    for entry in dumped["entries"]:
-        if height:
-            found.update(walk(raw, entry, height - 1))
-            tree_bytes += entry["statistics"]["num_tree_bytes"]
-        elif "inline_value" in entry:
-            found[entry["key"]] = entry["inline_value"]
-        else:
-            path, offset, length = entry["indirect_value"].removeprefix("value::").rsplit(":", 2)
-            found[entry["key"]] = (unquote(path), int(offset), int(length))
-    assert node["statistics"] == {
-        "num_keys": len(found),
-        "num_tree_bytes": tree_bytes,
-        "num_indirect_value_bytes": sum(v[2] for v in found.values() if isinstance(v, tuple)),
-    }
-    return found
-
 
 # -- the bytes
 
 
 def test_worked_example_of_one_leaf() -> None:
     values = {b"k/a": b"hi", b"k/b": ("images/p0", 4096, 3)}
-    database = ocdbt.encode(entries_of(values), "index", UUID, TIME_NS)
+    database = btree.encode(entries_of(values), "index", UUID, TIME_NS)
     assert database.nodes == bytes.fromhex(
         "0cdb20de 3000000000000000 00 00 00 01 09 00 696d616765732f7030"
         "02 02 03 01 6b2f61 62 02 03 00 01 00 8020 6869 1a5392a6"
@@ -276,9 +90,9 @@ def test_equals_the_plain_encoder_and_tensorstore_reads_it(
     values: dict[bytes, bytes | Place], leaf_keys: int, fan_out: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ocdbt, "LEAF_KEYS", leaf_keys)
-        patch.setattr(ocdbt, "FAN_OUT", fan_out)
-        database = ocdbt.encode(entries_of(values, seed), "nodes", UUID, TIME_NS)
+        patch.setattr(btree, "LEAF_KEYS", leaf_keys)
+        patch.setattr(btree, "FAN_OUT", fan_out)
+        database = btree.encode(entries_of(values, seed), "nodes", UUID, TIME_NS)
     assert database == plain_encode(values, "nodes", leaf_keys, fan_out)
 
     files = {
@@ -306,16 +120,16 @@ def test_equals_the_plain_encoder_and_tensorstore_reads_it(
 def test_varints(values: list[int]) -> None:
     edges = [edge for bits in range(7, 64, 7) for edge in (2**bits - 1, 2**bits)]
     for some in (values, edges, edges[:2]):
-        assert ocdbt._varints(np.array(some, np.uint64)) == column(some)
+        assert btree._varints(np.array(some, np.uint64)) == column(some)
 
 
 def test_many_keys_make_three_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ocdbt, "FAN_OUT", 3)
+    monkeypatch.setattr(btree, "FAN_OUT", 3)
     values: dict[bytes, bytes | Place] = {
         b"params.layer_%d/c/%d" % (i % 300, i): (f"d/a1-p{i % 7}.image", 4096 * i, 4100)
-        for i in range(5 * ocdbt.LEAF_KEYS + 1)
+        for i in range(5 * btree.LEAF_KEYS + 1)
     }
-    database = ocdbt.encode(entries_of(values), "nodes", UUID, TIME_NS)
+    database = btree.encode(entries_of(values), "nodes", UUID, TIME_NS)
     assert database == plain_encode(values, "nodes", 4096, 3)
     raw, store = in_memory(database, {})
     (version,) = ts.ocdbt.dump(raw).result()["versions"]
@@ -325,9 +139,9 @@ def test_many_keys_make_three_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_flipped_bit_of_an_index_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ocdbt, "LEAF_KEYS", 1)
+    monkeypatch.setattr(btree, "LEAF_KEYS", 1)
     values: dict[bytes, bytes | Place] = {b"k/a": b"hi", b"k/b": ("p0", 40, 3)}
-    whole = ocdbt.encode(entries_of(values), "nodes", UUID, TIME_NS)
+    whole = btree.encode(entries_of(values), "nodes", UUID, TIME_NS)
     unnoticed = []
     for name in ("manifest", "nodes"):
         content = getattr(whole, name)
@@ -365,9 +179,9 @@ GOOD = Entries(
 )
 def test_refuses_paths_that_readers_refuse(path: str) -> None:
     with pytest.raises(Misuse, match="wanted a relative path of at most 65535 bytes"):
-        ocdbt.encode(replace(GOOD, files=[path]), "nodes", UUID, TIME_NS)
+        btree.encode(replace(GOOD, files=[path]), "nodes", UUID, TIME_NS)
     with pytest.raises(Misuse, match="wanted a relative path of at most 65535 bytes"):
-        ocdbt.encode(GOOD, path, UUID, TIME_NS)
+        btree.encode(GOOD, path, UUID, TIME_NS)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +200,7 @@ def test_refuses_paths_that_readers_refuse(path: str) -> None:
 )
 def test_refuses_entries_that_readers_refuse(change: dict[str, Any], text: str) -> None:
     with pytest.raises(Misuse, match=text):
-        ocdbt.encode(replace(GOOD, **change), "nodes", UUID, TIME_NS)
+        btree.encode(replace(GOOD, **change), "nodes", UUID, TIME_NS)
 
 
 def test_takes_what_is_just_within_the_limits() -> None:
@@ -396,7 +210,7 @@ def test_takes_what_is_just_within_the_limits() -> None:
         offset=np.array([2**63 - 4, 0], np.uint64),
         inline=[bytes(2**20)],
     )
-    raw, store = in_memory(ocdbt.encode(entries, "nodes", UUID, TIME_NS), {})
+    raw, store = in_memory(btree.encode(entries, "nodes", UUID, TIME_NS), {})
     (version,) = ts.ocdbt.dump(raw).result()["versions"]
     assert walk(raw, version["root"], 0)[b"k"] == ("d/p0", 2**63 - 4, 3)
     assert store.read(b"l" * 65_535).result().value == bytes(2**20)
@@ -405,7 +219,7 @@ def test_takes_what_is_just_within_the_limits() -> None:
 @pytest.mark.parametrize(("uuid", "time_ns"), [(b"short", 0), (UUID, -1), (UUID, 2**64)])
 def test_refuses_what_no_manifest_holds(uuid: bytes, time_ns: int) -> None:
     with pytest.raises(Misuse, match="wanted a uuid of 16 bytes and a time of"):
-        ocdbt.encode(GOOD, "nodes", uuid, time_ns)
+        btree.encode(GOOD, "nodes", uuid, time_ns)
 
 
 # -- the index of images
