@@ -19,7 +19,7 @@ import xxhash
 from ckpt.grid import Places, is_range
 
 _PIECE_BYTES = 512 * 1024
-_SMALL_AT_ONCE = 256
+_RUN_BYTES = 4 * 2**20  # small chunks given to one thread: the GIL gains nothing from more threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +113,15 @@ def _tasks(sink: _Sink, parts: Sequence[Part]) -> Iterator[Callable[[], None]]:
             small.append((first, raw))
         else:
             small += ((first + i, raw[i * size : (i + 1) * size]) for i in range(count))
-    for i in range(0, len(small), _SMALL_AT_ONCE):
-        yield functools.partial(sink.put_small, small[i : i + _SMALL_AT_ONCE])
+    run: list[tuple[int, np.ndarray]] = []
+    left = _RUN_BYTES
+    for row, raw in small:
+        run.append((row, raw))
+        left -= raw.nbytes
+        if left <= 0:
+            yield functools.partial(sink.put_small, run)
+            run, left = [], _RUN_BYTES
+    yield functools.partial(sink.put_small, run)
 
 
 def _blocks(source: np.ndarray, chunk: tuple[int, ...]) -> Iterator[np.ndarray]:
