@@ -114,7 +114,6 @@ def step_files(headers: Sequence[Header]) -> dict[str, bytes]:
             init_ns=meta["time_ns"],
             commit_ns=meta["time_ns"],
         ),
-        layout.ORBAX_V1: b"",
         layout.index_name(attempt): database.nodes,
         f"{layout.ITEM}/manifest.ocdbt": database.manifest,
         layout.TREE: _tree(record, leaves, leaf_digests(headers)),

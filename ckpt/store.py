@@ -233,6 +233,14 @@ class FileStore(Store):
                 _unlink(temporary)
             _sync_directory(path.parent)
 
+    def append(self, key: str, data: bytes) -> None:
+        """Add to a file that one writer keeps; whole lines survive a crash, the last may not."""
+        path = self._path(key)
+        with _translated(path, len(data)):
+            self._make_directory(path.parent)
+            with open(path, "ab", buffering=0) as file:
+                file.write(data)
+
     def read(self, key: str) -> bytes:
         path = self._path(key)
         with _translated(path), open(path, "rb", buffering=0) as file:

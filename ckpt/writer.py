@@ -148,13 +148,16 @@ class Writer:
             if job is None:
                 return
             try:
-                self._write(job)
+                figures = self._write(job)
             except BaseException as error:
                 job.pending._finish(error)
-            else:
-                job.pending._finish()
+                continue
+            job.pending._finish()
+            if figures is not None:
+                self._committed(job, figures)
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: Job) -> dict[str, Any] | None:
+        """Returns the figures of the save on process 0, None elsewhere."""
         begun = time.monotonic()
         step, here = job.id, self._processes.index
         making = layout.making_name(step.branch, step.step, step.attempt)
@@ -181,18 +184,15 @@ class Writer:
             raise error from error.__cause__
         if here == 0:
             self._processes.tell(f"{outcome}/outcome", {"committed": True})
-            figures = {
+            return {
                 **job.figures,
                 "durable_s": round(time.monotonic() - begun, 6),
                 "bytes": sum(header.size_bytes for header in headers),
             }
-            self._committed(job, figures)
-        else:
-            heard = self._processes.hear(
-                f"{outcome}/outcome", 0, self._timeout_s, bad_news=lambda: None
-            )
-            if "failed" in heard:
-                raise PeerFailed(f"process 0 did not commit step {step.step}: {heard['failed']}")
+        heard = self._processes.hear(f"{outcome}/outcome", 0, self._timeout_s, lambda: None)
+        if "failed" in heard:
+            raise PeerFailed(f"process 0 did not commit step {step.step}: {heard['failed']}")
+        return None
 
     def _explained(self, error: BaseException, step: StepId) -> BaseException:
         """Files that vanish under an attempt that was superseded are no fault of the store."""

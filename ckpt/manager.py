@@ -1,0 +1,492 @@
+"""CheckpointManager: the run as a trainer sees it. What is decided here is decided for the run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import xxhash
+
+from ckpt import commit, layout, retention, snapshot, states, tree
+from ckpt.arena import Arena, default_directory, remove_stale
+from ckpt.environment import environment
+from ckpt.errors import (
+    CheckpointError,
+    Misuse,
+    StoreFailed,
+    Superseded,
+)
+from ckpt.lineage import Lineage, StepId, choose
+from ckpt.processes import TIMEOUT_S, Processes, of_run
+from ckpt.reader import (
+    MISSING,
+    Reader,
+    Restored,
+    check_step_number,
+)
+from ckpt.retention import Best, Keep
+from ckpt.start import Start, Started, Wish
+from ckpt.store import FileStore, Store, open_store
+from ckpt.writer import TIER, Job, Pending, Writer
+
+Json = Any
+_log = logging.getLogger("ckpt")
+_instances: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tier that holds steps, reachable by all processes."""
+
+    location: str | os.PathLike[str]
+    every: int = 1
+    """Save the steps that are multiples of this."""
+    keep: Keep = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise Misuse(f"Shared(every={self.every}): wanted at least 1")
+
+
+@final
+class CheckpointManager:
+    """Saves and restores a run, together with the position in its data.
+
+    Called by the same code in all processes of the job. One manager at a time may be live on a
+    host for a run; a newer one elsewhere supersedes this one.
+
+    Args:
+        tier: where steps go; a path stands for `Shared(path)`.
+        slots: snapshots that may be in memory at a time. With 2, a save is copied while the one
+            before is still being written.
+        arena: directory of the slots; by default a private one in /dev/shm.
+        timeout_s: how long to wait for another process before it is named as failed.
+    """
+
+    def __init__(
+        self,
+        tier: Shared | str | os.PathLike[str],
+        *,
+        slots: int = 2,
+        arena: str | os.PathLike[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.tier = tier if isinstance(tier, Shared) else Shared(tier)
+        self._store: Store = open_store(self.tier.location)
+        self._reader = Reader(self._store)
+        run = xxhash.xxh3_64_hexdigest(self._store.location.encode())
+        _instances[run] += 1
+        self._processes: Processes = of_run(f"{run}-{_instances[run]}")
+        self._timeout_s = timeout_s
+        self._slots = slots
+        self._arena_directory = Path(arena) if arena is not None else None
+        self._arena: Arena | None = None
+        self._writer: Writer | None = None
+        self._names = itertools.count()
+        self._attempt: Started | None = None
+        self._plan: snapshot.SnapshotPlan | None = None
+        self._pending: list[Pending] = []
+        self._last: tuple[int, dict[str, Json]] | None = None
+        """Newest step saved or restored by this attempt, with its data states."""
+        self._last_pending: Pending | None = None
+        self._superseded: Superseded | None = None
+        self._closed = False
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if kind is None:
+                raise
+            _log.exception("while the manager was closed after another error")
+
+    def __repr__(self) -> str:
+        number = f"attempt {self._attempt.number}" if self._attempt else "no attempt yet"
+        return f"CheckpointManager({self._store.location!r}, {number})"
+
+    @property
+    def location(self) -> str:
+        """The root of the run."""
+        return self._store.location
+
+    # --- looking --------------------------------------------------------------------------
+
+    def all_steps(self) -> list[int]:
+        """Committed steps of the lineage, ascending."""
+        return self._reader.all_steps()
+
+    def latest_step(self) -> int | None:
+        """The newest committed step of the lineage."""
+        return self._reader.latest_step()
+
+    def best_step(self, policy: Best | None = None) -> int | None:
+        """The best step by `policy`, or by that of the tier's `keep`."""
+        policy = policy or self.tier.keep.best
+        if policy is None:
+            raise Misuse("best_step: no metric; give Best('loss'), or Keep(best=...) to the tier")
+        return self._reader.best_step(policy)
+
+    def should_save(self, step: int) -> bool:
+        """Would `save` save this step?"""
+        return step % self.tier.every == 0
+
+    # --- starting -------------------------------------------------------------------------
+
+    def resume(
+        self, like: Any = MISSING, data: Any = None, *, must_exist: bool = False
+    ) -> Restored:
+        """Go on from the newest intact step; a run without steps starts fresh with step 0.
+
+        A fresh start is made only when the store answered and holds nothing; it returns `like`
+        as the state, and leaves `data` where it is.
+
+        Args:
+            must_exist: a run without steps is an error.
+
+        Raises:
+            NotFound: `must_exist`, and nothing is there.
+            Damaged: there are steps, and none is intact.
+            Mismatch: the step is not what `like` says. Nothing was changed.
+            InUse, StoreFailed, PeerFailed, Superseded.
+        """
+        return self._start(Wish("resume", None, like, data, must_exist=must_exist))
+
+    def restore(
+        self, step: int | None = None, *, like: Any = MISSING, data: Any = None
+    ) -> Restored:
+        """Go on from a step of the lineage: the newest intact one, or exactly `step`.
+
+        An older step than the newest opens a branch. Raises as `resume`; NotFound when there is
+        nothing.
+        """
+        number = None if step is None else check_step_number(step)
+        return self._start(Wish("restore", number, like, data, must_exist=True))
+
+    def rewind(
+        self,
+        to: int,
+        *,
+        skip_steps: range | None = None,
+        skip_batches: range | None = None,
+        reason: str = "",
+        like: Any = MISSING,
+        data: Any = None,
+        guard: Json = None,
+    ) -> Restored:
+        """Go back to step `to` on a branch of its own, and never serve some batches again.
+
+        Args:
+            skip_steps: half-open range of steps; step s used the batch that made it step s.
+            skip_batches: half-open range of batches counted from 0; batch b made step b + 1.
+            guard: state of the spike guard, kept until a step is saved on the new branch.
+
+        If `to` is damaged, the next older intact step is taken; the report says so.
+
+        Raises:
+            NotFound: `to` is not in the lineage.
+            Misuse: both ranges are given, or `data` cannot skip.
+        """
+        check_step_number(to)
+        batches = _batches(skip_steps, skip_batches)
+        return self._start(
+            Wish(
+                "rewind",
+                to,
+                like,
+                data,
+                must_exist=True,
+                batches=batches,
+                reason=reason,
+                guard=guard,
+            )
+        )
+
+    def _start(self, wish: Wish) -> Restored:
+        self._must_be_open()
+        self._finish_attempt()
+        self._own_arena()
+        name = f"start-{next(self._names)}"
+        start = Start(self._store, self._processes, self._timeout_s, name)
+        self._attempt = start.run(wish)
+        restored = self._attempt.restored
+        self._last, self._last_pending = None, None
+        if not restored.report.fresh:
+            self._last = (restored.step, states.take(wish.data))
+        return restored
+
+    def _begin(self) -> Started:
+        """The attempt of a trainer that saves without having resumed."""
+        if self._attempt is None:
+            found = self._reader.listing()
+            if found.counting or found.damaged:
+                newest = max(found.counting, default=None)
+                raise Misuse(
+                    f"{self.location}: holds steps up to {newest}; call resume() or restore() "
+                    "before save(), or use another root for a new run"
+                )
+            self._start(Wish("start"))
+        assert self._attempt is not None
+        return self._attempt
+
+    # --- saving ---------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra: Json = None,
+        guard: Json = None,
+        force: bool = False,
+    ) -> Pending | None:
+        """Copy the state and save it in the background, if the tier is due (or `force`).
+
+        When it returns, the state may be donated or overwritten. `step` counts completed updates.
+        Saving the step that was saved or restored last gives the Pending of that save.
+
+        Args:
+            state: a pytree; data: an iterator, or a mapping of names to iterators.
+            metrics: numbers by name, for `Keep(best=...)`; extra: any JSON value.
+
+        Returns:
+            None when the tier is not due, without touching `data`.
+
+        Raises:
+            Misuse: a step number below the last, or data and step did not move together.
+            Unsupported: a leaf that cannot be held; names it.
+            CheckpointError: an earlier save failed in the background and nobody has been told.
+        """
+        self._must_be_open()
+        step = check_step_number(step)
+        if not force and not self.should_save(step):
+            return None
+        self._raise_background_errors()
+        attempt = self._begin()
+        if self._last is not None and step <= self._last[0]:
+            return self._saved_already(step)
+        begun = time.monotonic()
+        taken = states.take(data)
+        if self._last is not None and self._last[1]:
+            states.check_moved(data, self._last[1], taken, step - self._last[0], step)
+        flat = tree.flatten(state)
+        step_id = StepId(step, attempt.decision.branch, attempt.number)
+        record = {
+            "parent": layout.emit_step_id(attempt.decision.parent),
+            "structure": flat.structure,
+            "leaves": [leaf.spec.to_json() for leaf in flat.leaves],
+            "empty": [node.to_json() for node in flat.empties],
+            "device": _device(),
+            "metrics": _metrics(metrics),
+            "extra": _json(extra, "extra"),
+            "guard": _json(guard, "guard"),
+            "environment": environment(),
+        }
+        meta = {
+            "step": step,
+            "attempt": attempt.number,
+            "branch": step_id.branch,
+            "process": self._processes.index,
+            "processes": self._processes.count,
+            "time_ns": time.time_ns(),
+            "data": taken,
+            **({"record": record} if self._processes.index == 0 else {}),
+        }
+        assert self._arena is not None
+        taken_snapshot = snapshot.take(flat.leaves, self._arena, meta, previous=self._plan)
+        self._plan = taken_snapshot.plan
+        pending = Pending(step, (TIER,))
+        figures = {"blocking_s": round(time.monotonic() - begun, 6)}
+        self._own_writer().submit(
+            Job(
+                step_id,
+                taken_snapshot.slot,
+                taken_snapshot.header,
+                attempt.line,
+                pending,
+                figures,
+            )
+        )
+        self._pending.append(pending)
+        self._last, self._last_pending = (step, taken), pending
+        return pending
+
+    def _saved_already(self, step: int) -> Pending:
+        assert self._last is not None
+        newest = self._last[0]
+        if step < newest:
+            raise Misuse(
+                f"step {step}: this attempt has already reached step {newest}, and steps only "
+                "grow on a branch; rewind() or restore(step=) to go back"
+            )
+        if self._last_pending is not None:
+            return self._last_pending
+        pending = Pending(step, (TIER,))
+        pending._finish()
+        return pending
+
+    def wait_until_finished(self, timeout: float | None = None) -> None:
+        """Block until all saves are durable. Raises what went wrong in the background."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for pending in list(self._pending):
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not pending._done.wait(left):
+                raise TimeoutError(f"step {pending.step}: not durable after {timeout} s")
+        self._raise_background_errors()
+
+    def delete(self, step: int) -> None:
+        """Delete a step of the lineage. The newest cannot be deleted: rewind first."""
+        self._must_be_open()
+        attempt = self._begin()
+        listing = self._reader.listing()
+        found = choose(attempt.line, listing.steps, check_step_number(step))
+        newest = choose(attempt.line, listing.steps)
+        if found == newest or found is None:
+            raise Misuse(f"step {step} is the newest of the run; rewind() before deleting it")
+        if self._processes.index == 0:
+            commit.delete_step(self._store, found, owner=attempt.number)
+
+    def close(self) -> None:
+        """Finish all saves and let go of the arena. Raises what nobody was told yet."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if self._arena is not None:
+                self._arena.close(remove=True)
+        self._raise_background_errors()
+
+    # --- the background ---------------------------------------------------------------------
+
+    def _own_arena(self) -> None:
+        """The lock that keeps a second live manager on this host away."""
+        if self._arena is None:
+            place = self._arena_directory
+            if place is None:
+                place = default_directory(self.location, self._processes.index)
+                for stale in remove_stale(place.parent.parent):
+                    _log.info("freed %d bytes of a dead run at %s", *_freed(stale))
+            self._arena = Arena(place, owner={"run": self.location}, slots=self._slots)
+
+    def _own_writer(self) -> Writer:
+        if self._writer is None:
+            self._writer = Writer(
+                self._store, self._processes, self._committed, timeout_s=self._timeout_s
+            )
+        return self._writer
+
+    def _finish_attempt(self) -> None:
+        """Before another attempt: what is in flight belongs to the old one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._raise_background_errors()
+        self._pending.clear()
+
+    def _raise_background_errors(self) -> None:
+        if self._superseded is not None:
+            raise self._superseded
+        for pending in self._pending:
+            error = pending.unheard_error
+            if error is not None:
+                if isinstance(error, Superseded):
+                    self._superseded = error
+                raise error
+        self._pending = [pending for pending in self._pending if not pending._done.is_set()]
+
+    def _committed(self, job: Job, figures: dict[str, Any]) -> None:
+        """Writer thread of process 0, after a step was acknowledged: figures and retention."""
+        self._note({"event": "save", "step": job.id.step, **figures}, job.id.attempt)
+        _log.info("%s: saved %s: %s", self.location, job.id, figures)
+        try:
+            for step in self._doomed(job.line):
+                commit.delete_step(self._store, step, owner=job.id.attempt)
+                self._note({"event": "delete", "step": step.step}, job.id.attempt)
+        except Superseded as error:
+            self._superseded = error
+        except CheckpointError as error:
+            # The step is safe; what was to go stays until the next save.
+            _log.warning("%s: retention: %s", self.location, error)
+            self._note({"event": "retention failed", "error": str(error)}, job.id.attempt)
+
+    def _doomed(self, line: Lineage) -> Iterable[StepId]:
+        listing = self._reader.listing()
+        found = sorted(s for s in listing.steps if any(r.holds(s) for r in line))
+        metrics: dict[int, Mapping[str, float]] = {}
+        if self.tier.keep.best is not None:
+            for step in found:
+                if step.attempt:
+                    metrics[step.step] = self._reader.manifest(step).metrics or {}
+        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
+        pinned = [step for step in found if (step.branch, step.step) in pins]
+        return retention.doomed(self.tier.keep, line, found, metrics=metrics, pinned=pinned)
+
+    def _note(self, event: dict[str, Any], attempt: int) -> None:
+        """A line in the log of the attempt; nothing depends on it."""
+        if isinstance(self._store, FileStore):
+            line = json.dumps({"time_ns": time.time_ns(), **event}, sort_keys=True) + "\n"
+            try:
+                self._store.append(f"{layout.LOG}/a{attempt}.jsonl", line.encode())
+            except StoreFailed as error:
+                _log.warning("%s: log: %s", self.location, error)
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise Misuse(f"{self.location}: the manager is closed")
+        if self._superseded is not None:
+            raise self._superseded
+
+
+def _freed(stale: Any) -> tuple[int, Path]:
+    return stale.size_bytes, stale.directory
+
+
+def _batches(skip_steps: range | None, skip_batches: range | None) -> range | None:
+    """Batches to skip, counted from 0. Step s used batch s - 1."""
+    if skip_steps is not None and skip_batches is not None:
+        raise Misuse("rewind: give skip_steps or skip_batches, not both")
+    for name, given in (("skip_steps", skip_steps), ("skip_batches", skip_batches)):
+        if given is not None and (not isinstance(given, range) or given.step != 1):
+            raise Misuse(f"rewind: {name}: wanted a range such as range(1700, 1721), got {given!r}")
+    if skip_steps is not None:
+        if len(skip_steps) and skip_steps.start < 1:
+            raise Misuse(f"rewind: skip_steps: steps count from 1, found {skip_steps}")
+        return range(skip_steps.start - 1, skip_steps.stop - 1)
+    return skip_batches
+
+
+def _device() -> str:
+    import jax
+
+    return str(jax.local_devices()[0])
+
+
+def _metrics(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+    if metrics is None:
+        return None
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"metrics: wanted numbers by name: {error}") from error
+
+
+def _json(value: Json, name: str) -> Json:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"{name}: wanted a JSON value: {error}") from error

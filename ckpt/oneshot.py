@@ -1,0 +1,136 @@
+"""One call for one thing: save, restore, look, pin, rewind; without keeping a manager."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ckpt import layout
+from ckpt.errors import Misuse
+from ckpt.lineage import Skips, StepId
+from ckpt.processes import Alone
+from ckpt.reader import (
+    MISSING,
+    Metadata,
+    Reader,
+    Restored,
+    check_step_number,
+    load,
+    metadata_of,
+    resolve,
+)
+from ckpt.steps import open_step
+
+Json = Any
+Location = str | os.PathLike[str]
+
+
+def save(
+    location: Location,
+    state: Any,
+    *,
+    step: int | None = None,
+    data: Any = None,
+    metrics: dict[str, Any] | None = None,
+    extra: Json = None,
+) -> int:
+    """Save a state durably as the next step of the run at `location`; returns its number.
+
+    The first step of a new run is 0. Give `step` to choose a number above the newest.
+
+    Raises as `CheckpointManager.save`.
+    """
+    from ckpt.manager import CheckpointManager
+    from ckpt.start import Wish
+
+    with CheckpointManager(location, slots=1) as manager:
+        newest = manager.latest_step()
+        number = (0 if newest is None else newest + 1) if step is None else check_step_number(step)
+        manager._start(Wish("resume", load_values=False))
+        pending = manager.save(number, state, data=data, metrics=metrics, extra=extra, force=True)
+        assert pending is not None
+        pending.wait()
+    return number
+
+
+def restore(
+    location: Location, like: Any = MISSING, *, step: int | None = None, data: Any = None
+) -> Restored:
+    """Restore a run's newest intact step, one of its steps, or a step by its own path.
+
+    Also opens what Orbax wrote. Nothing is written.
+
+    Raises:
+        NotFound, Damaged, Mismatch, Unsupported, StoreFailed.
+    """
+    place = resolve(location)
+    if place.step is None:
+        return Reader(place.store).restore(step, like=like, data=data)
+    if step is not None and step != place.step.step:
+        raise Misuse(f"{location}: is step {place.step.step}; step={step} was asked for")
+    restored = load(place.store, place.step, like)
+    if data is not None:
+        from ckpt import states
+        from ckpt.steps import read_manifest
+
+        saved = read_manifest(place.store, place.step).data
+        states.put(data, saved, {}, process=0, where=os.fspath(location))
+    return restored
+
+
+def metadata(location: Location, *, step: int | None = None) -> Metadata:
+    """What is known of a step without reading values."""
+    place = resolve(location)
+    if place.step is None:
+        return Reader(place.store).metadata(step)
+    return metadata_of(open_step(place.store, place.step))
+
+
+def open(location: Location) -> Reader:
+    """A read-only view of a run, for evaluators. Raises NotFound when nothing is there."""
+    return Reader(resolve(location).store)
+
+
+def pin(location: Location, step: int) -> StepId:
+    """Keep a step of the lineage from retention, for as long as it is pinned."""
+    reader = open(location)
+    found = reader.find(check_step_number(step))
+    text = layout.seal({"format": layout.FORMAT, "step": found.step, "branch": found.branch})
+    reader.store.put(layout.pin_name(found), text)
+    return found
+
+
+def unpin(location: Location, step: int) -> StepId:
+    """Hand a step back to retention."""
+    reader = open(location)
+    found = reader.find(check_step_number(step))
+    reader.store.delete(layout.pin_name(found))
+    return found
+
+
+def rewind(location: Location, to: int, *, skips: Skips | None = None, reason: str = "") -> StepId:
+    """Make step `to` the one that the next `resume` goes on from, on a branch of its own.
+
+    For use while no trainer runs; a live one on this host is refused, elsewhere it is superseded.
+
+    Args:
+        skips: examples never to be served again: iterator name -> half-open ranges.
+
+    Raises:
+        NotFound: `to` is not in the lineage. InUse: a live manager on this host.
+    """
+    from ckpt.arena import Arena, default_directory
+    from ckpt.start import Start, Wish
+
+    reader = open(location)
+    run = reader.store.location
+    check_step_number(to)
+    arena = Arena(default_directory(run, 0), owner={"run": run, "doing": "rewind"}, slots=1)
+    try:
+        start = Start(reader.store, Alone(), 0.0, "rewind")
+        wish = Wish("rewind", to, load_values=False, must_exist=True, skips=skips, reason=reason)
+        started = start.run(wish)
+    finally:
+        arena.close(remove=True)
+    assert started.decision.parent is not None
+    return started.decision.parent

@@ -1,0 +1,91 @@
+"""Trees from steps that Orbax wrote, matched against a template as ours are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt import orbax, tree
+from ckpt.errors import Mismatch
+from ckpt.leaves import ARRAYS, SCALARS, LeafSpec
+
+
+def restore_tree(path: str | os.PathLike[str], like: Any, *, given: bool) -> Any:
+    """The tree of a step of Orbax; on the host without a template.
+
+    Leaves of the template are looked up by the names that Orbax gives them (keys joined by `.`).
+
+    Raises:
+        Mismatch: all differences of structure, shape and dtype.
+        Damaged, NotFound, Unsupported, StoreFailed: as `orbax.read`.
+    """
+    if not given:
+        return orbax.read_tree(path)
+    flat = tree.flatten(like, abstract=True)
+    saved = {spec.param: spec for spec in orbax.specs(path)}
+    wrong = sorted(
+        [line for leaf in flat.leaves if (line := _difference(saved.get(leaf.spec.param), leaf))]
+        + [
+            f"{param}: wanted nothing, found {_text(spec)}"
+            for param, spec in saved.items()
+            if spec.shape is not None and param not in {leaf.spec.param for leaf in flat.leaves}
+        ]
+    )
+    if wrong:
+        raise Mismatch(f"{os.fspath(path)}: the saved tree is not the one in `like`", wrong)
+    wanted = {leaf.spec.param: _sharding(leaf) for leaf in flat.leaves}
+    values = orbax.read(path, wanted)
+    return tree.with_structure_of(
+        like, {leaf.name: _as(values[leaf.spec.param], leaf) for leaf in flat.leaves}
+    )
+
+
+def _sharding(leaf: tree.Leaf) -> Any:
+    if leaf.spec.kind not in ("jax", "key"):
+        return None
+    sharding = getattr(leaf.value, "sharding", None)
+    return None if isinstance(leaf.value, jax.Array) and not leaf.spec.committed else sharding
+
+
+def _difference(found: orbax.SavedArray | None, leaf: tree.Leaf) -> str:
+    spec = leaf.spec
+    if found is None:
+        return f"{leaf.name}: wanted {spec}, found nothing"
+    if spec.kind in ARRAYS or spec.kind in SCALARS:
+        same = found.shape == spec.shape and found.impl is None
+        if spec.kind in ARRAYS:
+            same = same and found.dtype == spec.dtype
+        return "" if same else f"{leaf.name}: wanted {spec}, found {_text(found)}"
+    if spec.kind == "key":
+        # Orbax of some generations keeps no implementation; the shape of the key data must do.
+        same = found.shape == spec.storage_shape and found.impl in (None, spec.impl)
+        return "" if same else f"{leaf.name}: wanted {spec}, found {_text(found)}"
+    return "" if found.shape is None else f"{leaf.name}: wanted {spec}, found {_text(found)}"
+
+
+def _text(found: orbax.SavedArray) -> str:
+    if found.shape is None:
+        return found.value_type
+    key = f" ({found.impl} key data)" if found.impl else ""
+    return f"{found.dtype}[{','.join(map(str, found.shape))}]{key}"
+
+
+def _as(value: Any, leaf: tree.Leaf) -> Any:
+    """A value that Orbax stored, as what the template has in its place."""
+    spec: LeafSpec = leaf.spec
+    if spec.kind == "jax" and not isinstance(value, jax.Array):
+        sharding = _sharding(leaf)
+        return jax.device_put(np.asarray(value, np.dtype(leaf.value.dtype)), sharding)
+    if spec.kind == "key" and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=spec.impl)
+    if spec.kind in SCALARS:
+        kinds: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
+        return kinds[spec.kind](value)
+    if spec.kind == "numpy":
+        return np.asarray(value)
+    if spec.kind == "numpy_scalar":
+        return np.asarray(value, np.dtype(spec.dtype))[()]
+    return value

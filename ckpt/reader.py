@@ -1,0 +1,322 @@
+"""A run seen from outside: list, look, restore; no lock, no claim, nothing written."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from ckpt import attempts, layout, states
+from ckpt.attempts import Listing
+from ckpt.errors import Damaged, Misuse, NotFound
+from ckpt.lineage import StepId, choose, counting
+from ckpt.retention import Best, best
+from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
+from ckpt.store import FileStore, Store, open_store
+
+Json = Any
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "no template"})()
+"""Stands for `like` not given: None is a tree, too."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A newer step that was passed over."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """Where a state came from and what it cost."""
+
+    source: StepId | None = None
+    """None: nothing was there, the run is fresh."""
+    fresh: bool = False
+    lost: tuple[Lost, ...] = ()
+    damage: tuple[Damage, ...] = ()
+    """Files of the restored step that are damaged and were not needed."""
+    rolled_forward: tuple[str, ...] = ()
+    """What was done with steps that older attempts left in the making."""
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore`, `resume` and `rewind` give."""
+
+    step: int
+    state: Any
+    extra: Json = None
+    metrics: dict[str, float] | None = None
+    guard: Json = None
+    """State of the spike guard that was saved with the step."""
+    guard_before_rewind: Json = None
+    """State of the guard when it asked for a rewind after which no step was saved yet."""
+    report: RestoreReport = field(default_factory=RestoreReport)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What is known of a step without its values."""
+
+    id: StepId
+    parent: StepId | None
+    time_ns: int
+    leaves: dict[str, Any]
+    """Leaf name -> LeafSpec."""
+    metrics: dict[str, float] | None
+    extra: Json
+    data: dict[str, Json]
+    environment: dict[str, Json]
+    bytes: int
+    hidden_from_orbax: tuple[str, ...]
+
+
+def metadata_of(step: OpenStep) -> Metadata:
+    """The metadata of an open step."""
+    manifest = step.manifest
+    return Metadata(
+        manifest.id,
+        manifest.parent,
+        manifest.time_ns,
+        {leaf.name: leaf for leaf in step.leaves},
+        manifest.metrics,
+        manifest.extra,
+        manifest.data,
+        manifest.environment,
+        manifest.payload_bytes,
+        tuple(step.hidden_from_orbax),
+    )
+
+
+@final
+class Reader:
+    """Read-only view of a run, for evaluators and tools; see `ckpt.open`."""
+
+    def __init__(self, location: str | os.PathLike[str] | Store) -> None:
+        self.store = location if isinstance(location, Store) else open_store(location)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is held; for use in `with`."""
+
+    def listing(self) -> Listing:
+        """Everything the root holds, small files only."""
+        return attempts.list_run(self.store)
+
+    def all_steps(self) -> list[int]:
+        """The steps of the lineage, ascending."""
+        return [step.step for step in self.listing().counting]
+
+    def latest_step(self) -> int | None:
+        """The newest step of the lineage."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self, policy: Best) -> int | None:
+        """The best step of the lineage by a metric; None when no step has it."""
+        found = self.listing().counting
+        metrics = {step.step: self.manifest(step).metrics or {} for step in found if step.attempt}
+        ranked = best(policy, found, metrics)
+        return ranked[0].step if ranked else None
+
+    def manifest(self, step: StepId) -> Manifest:
+        """Manifest of a committed step."""
+        return read_manifest(self.store, step)
+
+    def metadata(self, step: int | None = None) -> Metadata:
+        """What is known of a step (the newest without a number) without reading values."""
+        return metadata_of(open_step(self.store, self.find(step)))
+
+    def find(self, step: int | None = None) -> StepId:
+        """A step of the lineage, the newest without a number.
+
+        Raises:
+            NotFound: there is none.
+        """
+        listing = self.listing()
+        found = choose(listing.lineage, listing.steps, step)
+        if found is None:
+            raise NotFound(nothing_there(self.store, listing))
+        return found
+
+    def restore(
+        self, step: int | None = None, *, like: Any = MISSING, data: Any = None
+    ) -> Restored:
+        """A step of the lineage; without a number the newest that is intact.
+
+        Args:
+            like: the tree to restore into: structure, dtypes, shapes and shardings, given by
+                arrays or `jax.ShapeDtypeStruct`. Without it exactly what was saved, on the host.
+            data: iterators to position.
+
+        Raises:
+            NotFound, Damaged, Mismatch, StoreFailed.
+        """
+        listing = self.listing()
+        found = counting(listing.lineage, listing.steps)
+        if step is not None:
+            found = [s for s in found if s == choose(listing.lineage, listing.steps, step)]
+        elif not found:
+            raise NotFound(nothing_there(self.store, listing))
+        lost: list[Lost] = []
+        head = listing.head
+        for candidate in reversed(found):
+            try:
+                restored = load(self.store, candidate, like)
+            except Damaged as error:
+                if step is not None:
+                    raise
+                lost.append(Lost(candidate.step, str(error)))
+                continue
+            if data is not None:
+                manifest = self.manifest(candidate)
+                where = f"{self.store.location}: {candidate}"
+                skips = head.skips if head is not None else {}
+                states.put(data, manifest.data, skips, process=0, where=where)
+            return with_report(restored, lost=tuple(lost))
+        raise Damaged(every_step_damaged(self.store, lost))
+
+    def wait_for_new_step(self, after: int | None = None, *, timeout: float | None = None) -> int:
+        """Block until the lineage has a step newer than `after` (default: than now).
+
+        Raises TimeoutError.
+        """
+        known = self.latest_step() if after is None else after
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            newest = self.latest_step()
+            if newest is not None and (known is None or newest > known):
+                return newest
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"{self.store.location}: no step after {known} in {timeout} s")
+            time.sleep(0.2)
+
+
+def load(store: Store, step: StepId, like: Any) -> Restored:
+    """Read and verify one committed step.
+
+    Raises:
+        Damaged: it is not what was saved.
+        Mismatch: it is not what `like` says.
+    """
+    begun = time.monotonic()
+    if step.attempt == 0:
+        return _load_orbax(store, step, like, begun)
+    from ckpt.reading import read_tree
+
+    try:
+        opened = open_step(store, step)
+    except NotFound as error:
+        raise Damaged(f"{store.location}: {step} was listed and is gone: {error}") from error
+    given = like is not MISSING
+    state, read = read_tree(opened, like if given else None, given=given)
+    manifest = opened.manifest
+    report = RestoreReport(
+        step,
+        damage=opened.damage,
+        bytes_read=read.bytes_read,
+        seconds=time.monotonic() - begun,
+    )
+    return Restored(
+        step.step,
+        state,
+        manifest.extra,
+        manifest.metrics,
+        manifest.guard,
+        report=report,
+    )
+
+
+def _load_orbax(store: Store, step: StepId, like: Any, begun: float) -> Restored:
+    from ckpt.orbax_trees import restore_tree
+
+    if not isinstance(store, FileStore):
+        raise Misuse(f"{store.location}: steps of Orbax are read from file systems only")
+    path = Path(store.location) / str(step.step)
+    state = restore_tree(path, like, given=like is not MISSING)
+    return Restored(step.step, state, report=RestoreReport(step, seconds=time.monotonic() - begun))
+
+
+def with_report(restored: Restored, **changes: Any) -> Restored:
+    """The same with a changed report."""
+    from dataclasses import replace
+
+    return replace(restored, report=replace(restored.report, **changes))
+
+
+def nothing_there(store: Store, listing: Listing) -> str:
+    """Message for a run without steps: what is there instead."""
+    if listing.damaged:
+        damaged = ", ".join(name for name, _ in listing.damaged[:5])
+        return f"{store.location}: no committed step; damaged: {damaged}"
+    if listing.claims:
+        return f"{store.location}: a run of {len(listing.claims)} attempts without a saved step"
+    names = sorted(entry.name for entry in store.list(""))
+    there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    if not names and isinstance(store, FileStore) and not Path(store.location).is_dir():
+        return f"{store.location}: no such directory; check the path"
+    return f"{store.location}: no checkpoint here; found {there or 'an empty directory'}"
+
+
+def every_step_damaged(store: Store, lost: list[Lost]) -> str:
+    """Message for a lineage of which nothing can be restored."""
+    lines = "".join(f"\n  step {each.step}: {each.reason}" for each in lost)
+    return (
+        f"{store.location}: all {len(lost)} steps of the lineage are damaged; nothing was changed."
+        f" Run `ckpt verify {store.location}` for the whole report.{lines}"
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a location turned out to be."""
+
+    store: Store
+    """Of the run's root."""
+    step: StepId | None
+    """Set when the location is one step."""
+
+
+def resolve(location: str | os.PathLike[str]) -> Place:
+    """The run, or the one step, behind a location.
+
+    Raises:
+        NotFound: it is neither; says what is there.
+        Damaged: a step whose marker is not what was written.
+    """
+    store = open_store(location)
+    path = Path(store.location)
+    step, branch = layout.parse_step_name(path.name), layout.parse_branch_name(path.parent.name)
+    if step is not None and branch is not None:
+        root = open_store(path.parent.parent)
+        if not root.exists(layout.step_name(branch, step)):
+            raise NotFound(f"{path}: no such step")
+        try:
+            return Place(root, attempts.read_marker(root, branch, step).id)
+        except NotFound as error:
+            raise Damaged(f"{path}: {layout.MARKER} is absent: no committed step") from error
+    if step is not None and StepId(step, 0, 0) in attempts.orbax_steps(open_store(path.parent)):
+        return Place(open_store(path.parent), StepId(step, 0, 0))
+    if path.is_file():
+        raise NotFound(f"{path}: a file; wanted the directory of a run or of a step")
+    listing = attempts.list_run(store)
+    if listing.empty:
+        raise NotFound(nothing_there(store, listing))
+    return Place(store, None)
+
+
+def check_step_number(step: Any) -> int:
+    """A step number; raises Misuse for anything else."""
+    if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
+        raise Misuse(f"step: wanted a whole number from 0 on, found {step!r}")
+    return int(step.__index__())

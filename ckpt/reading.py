@@ -1,0 +1,131 @@
+"""From an open step to a tree: match it against `like`, read and verify, build the leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt import dtypes, leaves, tree
+from ckpt.errors import Mismatch
+from ckpt.image import Header
+from ckpt.leaves import LeafSpec, logical_view
+from ckpt.restore import Report, Request, read_arrays
+from ckpt.steps import OpenStep
+from ckpt.store import ImageReader
+from ckpt.values import revive
+
+
+@dataclass(frozen=True)
+class _Want:
+    """One leaf of the result: what is stored, what is to be built, and where it goes."""
+
+    saved: LeafSpec
+    target: LeafSpec
+    sharding: jax.sharding.Sharding | None
+    """Of the stored array, when it can be read straight to devices; else None: the host."""
+    final: jax.sharding.Sharding | None
+    """Where a value that was read to the host goes afterwards."""
+    on_device: bool
+
+
+def read_tree(step: OpenStep, like: Any = None, *, given: bool = False) -> tuple[Any, Report]:
+    """The tree of a step.
+
+    Without a template (`given` false): exactly the structure that was saved, on the host. With
+    one: its structure, its shardings; every leaf verified.
+
+    Raises:
+        Mismatch: saved and wanted trees differ; all differences are listed.
+        Damaged: chunks that are needed are absent or not what was written.
+        Unsupported: without a template, a class of the structure is not loaded here.
+    """
+    if not given:
+        wants = [_Want(spec, spec, None, None, False) for spec in step.leaves]
+        values, report = _read(step, wants)
+        return tree.unflatten(step.structure, values), report
+    flat = tree.flatten(like, abstract=True)
+    wrong = leaves.differences(step.leaves, flat.specs)
+    if wrong:
+        raise Mismatch(
+            f"{step.store.location}/{step.prefix}: the saved tree is not the one in `like`", wrong
+        )
+    saved = {spec.name: spec for spec in step.leaves}
+    wants = [_want(saved[leaf.name], leaf) for leaf in flat.leaves]
+    values, report = _read(step, wants)
+    named = dict(zip((leaf.name for leaf in flat.leaves), values, strict=True))
+    return tree.with_structure_of(like, named), report
+
+
+def _want(saved: LeafSpec, leaf: tree.Leaf) -> _Want:
+    target = leaf.spec
+    if target.kind not in ("jax", "key"):
+        return _Want(saved, target, None, None, False)
+    sharding = getattr(leaf.value, "sharding", None)
+    if isinstance(leaf.value, jax.Array) and not target.committed:
+        sharding = None  # stays free to follow its neighbours
+    # Devices may lack the dtype in which these bytes are stored, or hold it differently.
+    direct = (
+        sharding is not None
+        and saved.storage_dtype is not None
+        and not dtypes.is_reinterpreted(saved.dtype)
+    )
+    return _Want(saved, target, sharding if direct else None, sharding, True)
+
+
+def _read(step: OpenStep, wants: Sequence[_Want]) -> tuple[list[Any], Report]:
+    stored = [i for i, want in enumerate(wants) if want.saved.storage_dtype is not None]
+    requests = [
+        Request(wants[i].saved.param, wants[i].sharding, wants[i].saved.name) for i in stored
+    ]
+    with _images(step) as images:
+        arrays, report = read_arrays(images, requests)
+    found: list[Any] = [None] * len(wants)
+    for i, array in zip(stored, arrays, strict=True):
+        found[i] = array
+    return [_build(want, array) for want, array in zip(wants, found, strict=True)], report
+
+
+def _build(want: _Want, array: Any) -> Any:
+    saved, target = want.saved, want.target
+    if want.sharding is not None:
+        value = array
+        if target.kind == "key":
+            return jax.random.wrap_key_data(value, impl=target.impl)
+        return _weak(value) if target.weak_type else value
+    if not want.on_device:
+        return revive(array, _as(saved, target))
+    if target.kind == "key":
+        keys = revive(array, saved)
+        return keys if want.final is None else jax.device_put(keys, want.final)
+    host = logical_view(array, saved) if array is not None else revive(None, saved)
+    value = jax.device_put(np.asarray(host), want.final)
+    return _weak(value) if target.weak_type else value
+
+
+def _as(saved: LeafSpec, target: LeafSpec) -> LeafSpec:
+    """The saved leaf, to be revived as what the template has in its place."""
+    if saved is target or saved.storage_dtype is None or saved.kind == "key":
+        return saved
+    kind = "numpy" if target.kind == "jax" else target.kind
+    return replace(saved, kind=kind, dtype=target.dtype)
+
+
+def _weak(array: jax.Array) -> jax.Array:
+    """The same array, weakly typed again; JAX has no public call for arrays."""
+    from jax._src.lax import lax
+
+    return lax._convert_element_type(array, array.dtype, weak_type=True)
+
+
+@contextlib.contextmanager
+def _images(step: OpenStep) -> Iterator[list[tuple[Header, ImageReader]]]:
+    with contextlib.ExitStack() as stack:
+        yield [
+            (header, stack.enter_context(step.store.open_image(f"{step.prefix}/{image.name}")))
+            for header, image in zip(step.headers, step.manifest.images, strict=True)
+        ]

@@ -1,0 +1,290 @@
+"""How an attempt begins: claim, clear up, choose, read, decide (FORMAT.md section 5).
+
+Process 0 claims, lists and decides; all processes read and vote, so that the whole run goes on from
+one step or none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt import attempts, commit, layout, states
+from ckpt.attempts import Listing
+from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, PeerFailed
+from ckpt.lineage import (
+    Decision,
+    Kind,
+    Lineage,
+    Skips,
+    StepId,
+    choose,
+    decide,
+    lineage,
+    may_put_back,
+)
+from ckpt.processes import Processes
+from ckpt.reader import (
+    MISSING,
+    Lost,
+    Restored,
+    RestoreReport,
+    every_step_damaged,
+    load,
+    nothing_there,
+    with_report,
+)
+from ckpt.steps import read_manifest
+from ckpt.store import Store
+from ckpt.verification import check_step
+
+Json = Any
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller wants to go on from."""
+
+    kind: Kind
+    step: int | None = None
+    """None: the newest that is intact."""
+    like: Any = MISSING
+    data: Any = None
+    must_exist: bool = False
+    batches: range | None = None
+    """Batches to skip, counted from 0."""
+    skips: Skips | None = None
+    """Examples to skip, when they are known already."""
+    reason: str = ""
+    guard: Json = None
+    load_values: bool = True
+    """False: the step is verified, chunk by chunk, and nothing is built from it."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """An attempt that has decided."""
+
+    decision: Decision
+    line: Lineage
+    restored: Restored
+
+    @property
+    def number(self) -> int:
+        return self.decision.attempt
+
+
+@dataclass(frozen=True)
+class Start:
+    """The beginning of one attempt. `name` keeps its exchanges apart from those of others."""
+
+    store: Store
+    processes: Processes
+    timeout_s: float
+    name: str
+
+    def run(self, wish: Wish) -> Started:
+        """Raises NotFound, Damaged, Mismatch, Misuse, StoreFailed, PeerFailed."""
+        number, done = self._agree("claim", lambda: self._claim(wish))
+        listing = attempts.list_run(self.store)
+        steps = self._candidates(listing, wish)
+        skips = wish.skips or self._skips(listing, wish)
+
+        lost: list[Lost] = []
+        restored = None
+        for step in steps:
+            restored = self._load(number, listing, step, wish, lost)
+            if restored is not None:
+                break
+        if restored is None and steps:
+            raise Damaged(every_step_damaged(self.store, lost))
+        if restored is None and wish.must_exist:
+            raise NotFound(nothing_there(self.store, listing))
+        if restored is None:
+            restored = Restored(0, None if wish.like is MISSING else wish.like)
+
+        decision = self._decide(number, wish, restored, listing, skips, lost)
+        self._vote("data", lambda: self._position(decision, restored, wish.data))
+        self._agree("recorded", lambda: attempts.record(self.store, decision))
+        _log.info(
+            "%s: attempt %d, %s, step %d",
+            self.store.location,
+            number,
+            decision.kind,
+            restored.step,
+        )
+        known = {**listing.decisions, number: decision}
+        report = with_report(
+            restored,
+            lost=tuple(lost),
+            rolled_forward=tuple(done),
+            fresh=decision.parent is None,
+        )
+        # A rewind after which nothing was saved yet: its guard must not start anew.
+        pending = decision.guard if decision.kind != "rewind" else None
+        return Started(
+            decision, lineage(known, decision), replace(report, guard_before_rewind=pending)
+        )
+
+    def _agree(self, what: str, make: Callable[[], Json]) -> Json:
+        return self.processes.decide(f"{self.name}/{what}", make, self.timeout_s)
+
+    def _claim(self, wish: Wish) -> tuple[int, list[str]]:
+        """Process 0: become the owner, and clear up what older attempts left."""
+        if wish.must_exist:
+            # Before anything is written: a mistyped root must stay as it is.
+            before = attempts.list_run(self.store)
+            if not any(remain.state == "making" for remain in before.remains):
+                if not before.counting:
+                    damaged = bool(before.damaged)
+                    raise (Damaged if damaged else NotFound)(nothing_there(self.store, before))
+                if wish.step is not None:
+                    choose(before.lineage, before.steps, wish.step)
+        number = attempts.claim(self.store, wish.kind)
+        done = commit.roll_forward(self.store, number, attempts.list_run(self.store))
+        for line in done:
+            _log.info("%s: %s", self.store.location, line)
+        return number, done
+
+    def _candidates(self, listing: Listing, wish: Wish) -> list[StepId]:
+        """The steps to try, in this order; as process 0 sees them."""
+
+        def make() -> list[Json]:
+            found = listing.counting
+            if wish.step is not None:
+                chosen = choose(listing.lineage, listing.steps, wish.step)
+                older = [s for s in found if s.step < wish.step and wish.kind == "rewind"]
+                found = [*older, *([chosen] if chosen else [])]
+            elif not found and listing.damaged:
+                raise Damaged(nothing_there(self.store, listing))
+            return [layout.emit_step_id(step) for step in reversed(found)]
+
+        where = f"{self.store.location}: steps of process 0"
+        found = (layout.parse_step_id(value, where) for value in self._agree("steps", make))
+        return [step for step in found if step is not None]
+
+    def _load(
+        self, number: int, listing: Listing, step: StepId, wish: Wish, lost: list[Lost]
+    ) -> Restored | None:
+        """Everybody reads, then all vote. None when it is damaged for somebody."""
+        restored: list[Restored] = []
+        try:
+            self._vote(
+                f"step {step.step}",
+                lambda: restored.append(self._load_here(number, listing, step, wish)),
+            )
+        except Damaged as error:
+            lost.append(Lost(step.step, str(error)))
+            _log.warning("%s: %s is damaged: %s", self.store.location, step, error)
+            return None
+        return restored[0]
+
+    def _load_here(self, number: int, listing: Listing, step: StepId, wish: Wish) -> Restored:
+        try:
+            return self._read(step, wish)
+        except Damaged:
+            # An older attempt may have condemned it after our claim; then it is ours to put back.
+            name = layout.step_name(step.branch, step.step)
+            found = [
+                remain
+                for remain in attempts.list_run(self.store).remains
+                if (remain.branch, remain.step) == (step.branch, step.step)
+                and may_put_back(number, listing.steps, remain)
+            ]
+            if not found or self.store.exists(name):
+                raise
+            commit.put_back(self.store, step, found[0])
+            return self._read(step, wish)
+
+    def _read(self, step: StepId, wish: Wish) -> Restored:
+        if wish.load_values or not step.attempt:
+            return load(self.store, step, wish.like)
+        check_step(self.store, step)
+        return Restored(step.step, None, report=RestoreReport(step))
+
+    def _vote(self, what: str, act: Callable[[], None]) -> None:
+        """Everybody acts; an error of one is an error of all, Damaged before others."""
+        error: CheckpointError | None = None
+        try:
+            act()
+        except CheckpointError as caught:
+            error = caught
+        except Exception as other:
+            self.processes.gather(f"{self.name}/{what}", [False, repr(other)], self.timeout_s)
+            raise
+        vote = None if error is None else [isinstance(error, Damaged), commit.describe(error)]
+        votes = self.processes.gather(f"{self.name}/{what}", vote, self.timeout_s)
+        if error is not None:
+            raise error
+        for process, each in enumerate(votes):
+            if each is not None:
+                raise (Damaged if each[0] else PeerFailed)(f"process {process}: {each[1]}")
+
+    def _skips(self, listing: Listing, wish: Wish) -> Skips:
+        """The examples of a range of batches, on the lineage on which they were seen."""
+        batches = wish.batches
+        if not batches:
+            return {}
+        if wish.data is None:
+            raise Misuse("rewind with skips: give `data`, the iterators that are to skip")
+        base = [s for s in listing.counting if s.step <= batches.start and s.attempt]
+        if not base:
+            oldest = min(listing.counting, default=None)
+            raise Misuse(
+                f"rewind: no step at or before {batches.start} was saved, so the examples of batch "
+                f"{batches.start} are not known; the oldest is {oldest}"
+            )
+        manifest = read_manifest(self.store, base[-1])
+        first = batches.start - base[-1].step
+        where = f"{self.store.location}: {base[-1]}"
+        return states.ranges_of(wish.data, manifest.data, first, first + len(batches), where)
+
+    def _decide(
+        self,
+        number: int,
+        wish: Wish,
+        restored: Restored,
+        listing: Listing,
+        skips: Skips,
+        lost: list[Lost],
+    ) -> Decision:
+        parent = restored.report.source
+        kind, reason = wish.kind, wish.reason
+        if parent is None:
+            kind = "start"
+        elif lost and kind in ("resume", "restore"):
+            kind, reason = "fallback", f"step {lost[0].step} is damaged"
+
+        def make() -> str:
+            decision = decide(
+                number,
+                kind,
+                parent=parent,
+                newest=max(listing.counting, default=None),
+                current=listing.head,
+                own_branch=not self.store.renames,
+                reason=reason,
+                skips=skips,
+                time_ns=time.time_ns(),
+                guard=wish.guard,
+            )
+            return layout.emit_decision(decision).decode()
+
+        text = self._agree("decision", make)
+        return layout.parse_decision(text.encode(), "decision of process 0")
+
+    def _position(self, decision: Decision, restored: Restored, data: Any) -> None:
+        if data is None:
+            return
+        source = restored.report.source
+        if source is not None and source.attempt:
+            where = f"{self.store.location}: step {restored.step}"
+            saved = read_manifest(self.store, source).data
+            states.put(data, saved, decision.skips, process=self.processes.index, where=where)
+        else:
+            for name, each in states.named(data).items():
+                states.apply_skips(name, each, decision.skips)

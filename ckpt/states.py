@@ -1,0 +1,173 @@
+"""States of data iterators, as JSON values; the iterators are known by what they can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+from ckpt.errors import Mismatch, Misuse
+from ckpt.lineage import Skips
+
+Json = Any
+DEFAULT_NAME = "data"
+
+
+@runtime_checkable
+class Iterator(Protocol):
+    """What an iterator must be able to do to be saved with a step."""
+
+    def get_state(self) -> Json: ...
+
+    def set_state(self, state: Json) -> None: ...
+
+
+@runtime_checkable
+class Skipping(Protocol):
+    """What it must be able to do for batches to be skipped."""
+
+    batch_size: int
+
+    def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Leave out half-open ranges of examples, from now on."""
+
+    def span(self, state: Json, first: int, stop: int) -> Iterable[tuple[int, int]]:
+        """The examples that batches `first` to `stop - 1`, counted from `state`, hold."""
+
+
+def named(data: Any) -> dict[str, Iterator]:
+    """The iterators that `data` is: none, one, or a mapping by name.
+
+    Raises:
+        Misuse: something in it is no iterator with `get_state` and `set_state`.
+    """
+    if data is None:
+        return {}
+    found = dict(data) if isinstance(data, Mapping) else {DEFAULT_NAME: data}
+    for name, each in found.items():
+        if not isinstance(name, str) or not isinstance(each, Iterator):
+            raise Misuse(
+                f"data {name!r}: wanted an iterator with get_state and set_state, found "
+                f"{type(each).__name__}; of a pipeline give `pipeline.iterator()`"
+            )
+    return found
+
+
+def take(data: Any) -> dict[str, Json]:
+    """{name: {"state", "batch_size"}} of all iterators."""
+    taken = {}
+    for name, each in named(data).items():
+        state = each.get_state()
+        if isinstance(state, bytes):
+            state = {"json": json.loads(state)}
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise Misuse(f"data {name!r}: its state is no JSON value: {error}") from error
+        taken[name] = {"state": state, "batch_size": getattr(each, "batch_size", None)}
+    return taken
+
+
+def put(data: Any, saved: Mapping[str, Json], skips: Skips, *, process: int, where: str) -> None:
+    """Position the iterators as saved, with the skips in force.
+
+    Raises:
+        Mismatch: an iterator was not saved, or was saved by another number of processes.
+        Misuse: skips are in force and an iterator cannot skip.
+    """
+    iterators = named(data)
+    missing = [name for name in iterators if name not in saved]
+    if missing:
+        there = ", ".join(saved) or "none"
+        raise Mismatch(
+            f"{where}: no state of iterators {', '.join(missing)} was saved with this step "
+            f"(saved: {there}); restore without `data`, or give the iterators their saved names"
+        )
+    for name, each in iterators.items():
+        each.set_state(state_of(saved, name, process, where))
+        apply_skips(name, each, skips)
+
+
+def apply_skips(name: str, iterator: Iterator, skips: Skips) -> None:
+    """Put the skips of the run in force on an iterator."""
+    ranges = [(int(start), int(stop)) for start, stop in skips.get(name, ())]
+    if not ranges:
+        return
+    if not isinstance(iterator, Skipping):
+        raise Misuse(
+            f"data {name!r}: the run skips {len(ranges)} ranges of examples, and "
+            f"{type(iterator).__name__} has no `skip`; use datapipe, or go on without `data`"
+        )
+    iterator.skip(ranges)
+
+
+def state_of(saved: Mapping[str, Json], name: str, process: int, where: str) -> Json:
+    """The state of one iterator for one process."""
+    entry = saved[name]
+    if "state" in entry:
+        state = entry["state"]
+    else:
+        states = entry["states"]
+        if process >= len(states):
+            raise Mismatch(
+                f"{where}: iterator {name!r} was saved by {len(states)} processes with a state "
+                f"each, process {process} has none; use as many processes, or an elastic iterator"
+            )
+        state = states[process]
+    if isinstance(state, dict) and state.keys() == {"json"}:
+        return json.dumps(state["json"], indent=4).encode()
+    return state
+
+
+def ranges_of(
+    data: Any, saved: Mapping[str, Json], first: int, stop: int, where: str
+) -> dict[str, list[tuple[int, int]]]:
+    """The examples that batches `first` to `stop - 1`, counted from a saved state, hold.
+
+    Raises:
+        Misuse: an iterator cannot tell.
+    """
+    found = {}
+    for name, each in named(data).items():
+        if not isinstance(each, Skipping):
+            raise Misuse(
+                f"data {name!r}: {type(each).__name__} cannot skip batches (no `span` and `skip`); "
+                "use datapipe, or rewind without skipping"
+            )
+        if name not in saved or "state" not in saved[name]:
+            raise Mismatch(f"{where}: no common state of iterator {name!r} was saved")
+        spans = each.span(saved[name]["state"], first, stop)
+        found[name] = [(int(a), int(b)) for a, b in spans]
+    return found
+
+
+def check_moved(
+    data: Any, before: Mapping[str, Json], now: Mapping[str, Json], steps: int, step: int
+) -> None:
+    """Since the last save data and step must have moved together.
+
+    Raises:
+        Misuse: they did not; says by how much.
+    """
+    for name, each in named(data).items():
+        old, new = before.get(name), now[name]
+        if old is None or not isinstance(each, Skipping):
+            continue
+        wanted = _next_example(each, old["state"], steps)
+        found = new["state"].get("next_example") if isinstance(new["state"], dict) else None
+        if wanted is None or found is None or found == wanted:
+            continue
+        moved = (found - wanted) / cast(Any, each).batch_size
+        raise Misuse(
+            f"step {step}: data {name!r} stands at example {found}, wanted {wanted}: {steps} "
+            f"steps after the last save it has moved {abs(moved):g} batches too "
+            f"{'far' if moved > 0 else 'little'}; call save after the step that used the batch "
+            "and before the next one is taken"
+        )
+
+
+def _next_example(iterator: Skipping, state: Json, steps: int) -> int | None:
+    if steps == 0:
+        return state.get("next_example") if isinstance(state, dict) else None
+    spans = list(iterator.span(state, steps - 1, steps))
+    return int(spans[-1][1]) if spans else None

@@ -1,0 +1,276 @@
+"""Is everything what was saved? One function per invariant of FORMAT.md; nothing is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckpt import attempts, commit, image, layout
+from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
+from ckpt.image import Header
+from ckpt.lineage import StepId, counts
+from ckpt.reader import resolve
+from ckpt.steps import (
+    Damage,
+    Manifest,
+    OpenStep,
+    check_files,
+    check_leaf_digests,
+    open_step,
+    read_manifest,
+)
+from ckpt.store import ImageReader, Store
+
+Progress = Callable[[int, int], None]
+"""Told the bytes done, and the bytes in all."""
+
+_WINDOW_BYTES = 8 << 20
+"""Neighbouring small chunks are read together, up to this much."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What was found in one step."""
+
+    id: StepId | None
+    """None: its marker could not be read."""
+    name: str
+    damage: tuple[Damage, ...]
+    bytes_read: int = 0
+    counts: bool = True
+    """Does the step belong to the lineage?"""
+
+    @property
+    def intact(self) -> bool:
+        return not self.damage
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found at a location."""
+
+    location: str
+    steps: tuple[StepReport, ...]
+    records: tuple[Damage, ...] = ()
+    """Attempt records that are not what was written."""
+    unfinished: tuple[str, ...] = ()
+    """Temporary names; the next attempt publishes or removes them."""
+
+    @property
+    def intact(self) -> bool:
+        """Nothing is damaged. Unfinished steps are no damage."""
+        return not self.records and all(step.intact for step in self.steps)
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """Everything that was found, in one list."""
+        return (*self.records, *(each for step in self.steps for each in step.damage))
+
+
+def verify(
+    location: str | os.PathLike[str],
+    *,
+    shallow: bool = False,
+    progress: Progress | None = None,
+) -> Verification:
+    """Check a run, or the step at `location`, against the digests that were taken when it was saved.
+
+    Args:
+        shallow: leave out the chunks: read small files and image headers only.
+        progress: told (bytes done, bytes in all) while chunks are read.
+
+    Raises:
+        NotFound: neither run nor step. StoreFailed: the store did not answer.
+    """
+    try:
+        place = resolve(location)
+    except Damaged as error:
+        # The marker of the one step, or an attempt record of the run.
+        where = os.fspath(location)
+        return Verification(where, (), (Damage(where, str(error)),))
+    store = place.store
+    if place.step is not None:
+        report = verify_step(store, place.step, shallow=shallow, progress=progress)
+        return Verification(store.location, (report,))
+    records = check_records(store)
+    if records:
+        return Verification(store.location, (), tuple(records))
+    listing = attempts.list_run(store)
+    line = listing.lineage
+    reports = [
+        StepReport(None, name, (Damage(name, why),), counts=False) for name, why in listing.damaged
+    ]
+    ours = [step for step in listing.steps if step.attempt]
+    for step, told in zip(ours, _shares(store, ours, progress), strict=True):
+        found = verify_step(store, step, shallow=shallow, progress=told)
+        reports.append(
+            StepReport(step, found.name, found.damage, found.bytes_read, counts(line, step))
+        )
+    unfinished = tuple(remain.name for remain in listing.remains)
+    return Verification(store.location, tuple(reports), (), unfinished)
+
+
+def _shares(
+    store: Store, steps: list[StepId], progress: Progress | None
+) -> Iterator[Progress | None]:
+    """For each step a progress that counts on from the steps before it."""
+    sizes = []
+    for step in steps:
+        try:
+            sizes.append(read_manifest(store, step).payload_bytes)
+        except (Damaged, NotFound, Unsupported):
+            sizes.append(0)
+    total, before = sum(sizes), 0
+    for size in sizes:
+        yield None if progress is None else _offset(progress, before, total)
+        before += size
+
+
+def _offset(progress: Progress, before: int, total: int) -> Progress:
+    return lambda done, _: progress(before + done, total)
+
+
+def verify_step(
+    store: Store, step: StepId, *, shallow: bool = False, progress: Progress | None = None
+) -> StepReport:
+    """Check one committed step. Raises StoreFailed when the store did not answer."""
+    name = layout.step_name(step.branch, step.step)
+    try:
+        opened = open_step(store, step)
+    except StoreFailed:
+        raise
+    except CheckpointError as error:
+        return StepReport(step, name, tuple(_why_not(store, step, error)))
+    damage = list(opened.damage)
+    damage += check_leaf_digests(opened)
+    bytes_read = 0
+    if not shallow:
+        found, bytes_read = check_chunks(opened, progress)
+        damage += found
+    return StepReport(step, name, tuple(damage), bytes_read)
+
+
+def check_step(store: Store, step: StepId) -> None:
+    """Raises Damaged unless a step is intact, chunks included."""
+    report = verify_step(store, step)
+    if report.damage:
+        lines = "".join(f"\n  {each}" for each in report.damage[:20])
+        raise Damaged(f"{store.location}/{report.name}: {step} is damaged:{lines}")
+
+
+def _why_not(store: Store, step: StepId, error: CheckpointError) -> list[Damage]:
+    """A step that cannot be opened, as far as can be told file by file."""
+    name = layout.step_name(step.branch, step.step)
+    try:
+        manifest = read_manifest(store, step)
+    except CheckpointError as first:
+        return [Damage(f"{name}/{layout.MANIFEST}", str(first))]
+    damage = check_files(store, name, manifest)
+    damage += check_images(store, name, manifest)
+    return damage or [Damage(name, str(error))]
+
+
+def check_images(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
+    """Images have the size and the header that the manifest says."""
+    damage = []
+    for ref in manifest.images:
+        part = layout.Part(
+            manifest.id.step,
+            manifest.id.attempt,
+            ref.process,
+            len(manifest.images),
+            ref.size_bytes,
+            ref.header,
+        )
+        try:
+            commit.read_header(store, prefix, part)
+        except (Damaged, NotFound, Unsupported) as error:
+            damage.append(Damage(f"{prefix}/{ref.name}", str(error)))
+    return damage
+
+
+def check_chunks(step: OpenStep, progress: Progress | None = None) -> tuple[list[Damage], int]:
+    """Every chunk has its digest, and its CRC-32C stands behind it; and bytes read."""
+    damage: list[Damage] = []
+    names = {leaf.param: leaf.name for leaf in step.leaves}
+    total, done = step.manifest.payload_bytes, 0
+    for header, ref in zip(step.headers, step.manifest.images, strict=True):
+        key = f"{step.prefix}/{ref.name}"
+        with step.store.open_image(key) as reader:
+            for rows in _runs(header):
+                found = _check_rows(header, reader, rows)
+                for row, what in found:
+                    param = header.arrays[int(header.columns.array[row])].param
+                    damage.append(Damage(key, what, names.get(param, param)))
+                done += int(header.columns.nbytes[rows[0] : rows[1]].sum())
+                if progress is not None:
+                    progress(done, total)
+    return damage, done
+
+
+def _runs(header: Header) -> Iterator[tuple[int, int]]:
+    """Rows [first, stop) whose chunks lie close together; a large chunk is a run by itself."""
+    offsets, sizes = header.columns.offset.tolist(), header.columns.nbytes.tolist()
+    first = 0
+    for row in range(1, len(offsets) + 1):
+        if (
+            row == len(offsets)
+            or offsets[row] < offsets[row - 1]
+            or offsets[row] + sizes[row] - offsets[first] > _WINDOW_BYTES
+        ):
+            yield first, row
+            first = row
+
+
+def _check_rows(
+    header: Header, reader: ImageReader, rows: tuple[int, int]
+) -> list[tuple[int, str]]:
+    first, stop = rows
+    offsets, sizes = header.columns.offset, header.columns.nbytes
+    start = int(offsets[first])
+    end = int(offsets[stop - 1]) + int(sizes[stop - 1]) + image.CRC_BYTES
+    try:
+        data = memoryview(reader.read(start, end - start))
+    except Damaged as error:
+        return [(row, str(error)) for row in range(first, stop)]
+
+    def check(row: int) -> tuple[int, str] | None:
+        at = int(offsets[row]) - start
+        try:
+            image.verify_chunk(header, row, data[at : at + int(sizes[row]) + image.CRC_BYTES])
+        except Damaged as error:
+            return row, str(error)
+        return None
+
+    if stop - first == 1:
+        found = [check(first)]
+    else:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(check, range(first, stop)))
+    return [each for each in found if each is not None]
+
+
+def check_records(store: Store) -> list[Damage]:
+    """Claims and decisions parse, and the chain of the newest decision is whole."""
+    damage = []
+    for entry in store.list(layout.ATTEMPTS):
+        key = f"{layout.ATTEMPTS}/{entry.name}"
+        parse: Callable[[bytes, str], object] | None = None
+        if layout.parse_claim_name(entry.name) is not None:
+            parse = layout.parse_claim
+        elif layout.parse_decision_name(entry.name) is not None:
+            parse = layout.parse_decision
+        if parse is None:
+            continue
+        try:
+            parse(store.read(key), f"{store.location}/{key}")
+        except (Damaged, Unsupported) as error:
+            damage.append(Damage(key, str(error)))
+    if not damage:
+        try:
+            _ = attempts.list_run(store).lineage
+        except Damaged as error:
+            damage.append(Damage(layout.ATTEMPTS, str(error)))
+    return damage
