@@ -14,7 +14,7 @@ from ckpt import dtypes, leaves, tree
 from ckpt.errors import Mismatch
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec, logical_view
-from ckpt.restore import Report, Request, read_arrays
+from ckpt.arrays import Report, Request, read_arrays
 from ckpt.steps import OpenStep
 from ckpt.store import ImageReader
 from ckpt.values import revive

@@ -1,0 +1,371 @@
+"""From images to arrays: read what this process needs, verify it, place it on devices.
+
+Any sharding can be read from images that any other sharding wrote. Nothing is handed out before
+every chunk that was read is verified; a chunk that no image holds is damage, never zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt.errors import Damaged, Misuse
+from ckpt.fetch import LISTED, Chunk, Copy, Fetch, ImageFile, aligned_empty
+from ckpt.grid import is_range
+from ckpt.image import ArraySpec, Header, dtype_of
+from ckpt.placement import ALIGNMENT_BYTES, Box, HostLeaf, boxes, place, whole
+
+__all__ = ["ImageFile", "Report", "Request", "read_arrays"]
+
+Images = Sequence[tuple[Header, ImageFile]]
+Progress = Callable[[int, int], None]
+"""Told the bytes done, and the bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One array that is wanted.
+
+    `param` is its name in the images. `sharding`, of the array as stored, gives a `jax.Array` with
+    this process's parts of it; None gives the whole array on the host. `name` is the leaf path for
+    messages. `memory_kind` replaces that of the sharding.
+    """
+
+    param: str
+    sharding: jax.sharding.Sharding | None = None
+    name: str = ""
+    memory_kind: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a restore read, and how long it took."""
+
+    bytes_read: int
+    """From the images: whole chunks, their CRCs, and gaps between small neighbours."""
+    bytes_needed: int
+    """Of the parts that this process holds; replicas count once."""
+    chunks: int
+    """How many were read and verified."""
+    plan_s: float
+    read_s: float
+    """Reading, verifying, and copying what could not be read in place."""
+    place_s: float
+    """Building device arrays."""
+
+
+def read_arrays(
+    images: Images,
+    requests: Sequence[Request],
+    *,
+    budget_bytes: int = 1 << 30,
+    threads: int = 2,
+    progress: Progress | None = None,
+) -> tuple[list[Any], Report]:
+    """Arrays for `requests`, in their order: `np.ndarray` (whole), or `jax.Array` where sharded.
+
+    Arrays have the dtype and shape that are stored, and share no memory with an image or arena.
+    Of the images only chunks that intersect what is needed are read, in place where they lie in one
+    piece. `budget_bytes` bounds the scratch memory, and the host memory of sharded leaves that are
+    on their way to devices which do not share it; a chunk or leaf above it goes alone.
+
+    Raises:
+        Damaged: chunks are absent or not what was written; all are named, up to a bound.
+        Mismatch: a sharding does not fit its array.
+        Unsupported: JAX would narrow the dtype of a sharded array.
+        StoreFailed: an image could not be read.
+        Misuse: no thread, or no budget.
+    """
+    if threads < 1 or budget_bytes < 1:
+        raise Misuse(f"wanted at least 1 thread and 1 byte, found {threads} and {budget_bytes}")
+    clock = _Phases()
+    catalog = _Catalog(images)
+    leaves = [_Leaf(catalog, request) for request in requests]
+    missing = [line for leaf in leaves for line in leaf.missing]
+    if missing:
+        raise Damaged(_absent(missing, images))
+    fetch = Fetch(images, budget_bytes=budget_bytes, threads=threads)
+    done, total = 0, sum(leaf.chunk_bytes for leaf in leaves)
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    arrays: dict[int, Any] = {}
+    for group in _groups(leaves, budget_bytes):
+        chunks = [chunk for i in group for chunk in leaves[i].chunks()]
+        clock.end("plan")
+        fetch.run(chunks, advance)
+        clock.end("read")
+        if fetch.is_intact:
+            arrays.update(zip(group, _finish([leaves[i] for i in group]), strict=True))
+        for i in group:
+            leaves[i].release()
+        clock.end("place")
+    fetch.raise_damage()
+    report = Report(
+        bytes_read=fetch.bytes_read,
+        bytes_needed=sum(leaf.nbytes for leaf in leaves),
+        chunks=fetch.chunks,
+        plan_s=clock.spent_s["plan"],
+        read_s=clock.spent_s["read"],
+        place_s=clock.spent_s["place"],
+    )
+    return [arrays[i] for i in range(len(leaves))], report
+
+
+def _groups(leaves: Sequence[_Leaf], budget_bytes: int) -> Iterator[list[int]]:
+    """Numbers of the leaves that are read together."""
+    group: list[int] = []
+    staged_bytes = 0
+    for i, leaf in enumerate(leaves):
+        nbytes = 0 if leaf.sharding is None else leaf.nbytes
+        if group and staged_bytes + nbytes > budget_bytes:
+            yield group
+            group, staged_bytes = [], 0
+        group.append(i)
+        staged_bytes += nbytes
+    if group:
+        yield group
+
+
+def _finish(leaves: Sequence[_Leaf]) -> list[Any]:
+    sharded = place([leaf.on_devices() for leaf in leaves if leaf.sharding is not None])
+    # Until the copy is made the buffers live; and what fails should fail here.
+    placed = iter(jax.block_until_ready(sharded))
+    return [leaf.on_host() if leaf.sharding is None else next(placed) for leaf in leaves]
+
+
+class _Phases:
+    """Seconds spent in each phase: the time since the last `end` belongs to the phase it names."""
+
+    def __init__(self) -> None:
+        self.spent_s = {"plan": 0.0, "read": 0.0, "place": 0.0}
+        self._since = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.spent_s[phase] += now - self._since
+        self._since = now
+
+
+class _Catalog:
+    """Where the chunks of each array lie, over all images."""
+
+    def __init__(self, images: Images) -> None:
+        self.headers = [header for header, _ in images]
+        self._order: list[np.ndarray] = []
+        self._first: list[list[int]] = []
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        for number, header in enumerate(self.headers):
+            array = header.columns.array
+            order = np.argsort(array, kind="stable")
+            bounds = np.searchsorted(array[order], np.arange(len(header.arrays) + 1))
+            self._order.append(order)
+            self._first.append(bounds.tolist())
+            for index, spec in enumerate(header.arrays):
+                self._places.setdefault(spec.param, []).append((number, index))
+
+    def spec(self, request: Request) -> ArraySpec:
+        """The array as stored; all images must agree on it."""
+        found = [(self.headers[i], self.headers[i].arrays[a]) for i, a in self._at(request)]
+        (first, wanted), *others = found
+        for header, spec in others:
+            if spec != wanted:
+                raise Damaged(
+                    f"leaf {_name(request)}: images disagree: {first.where} has {wanted}, "
+                    f"{header.where} has {spec}"
+                )
+        return wanted
+
+    def rows(self, request: Request) -> list[tuple[int, np.ndarray]]:
+        """Image number, and the rows in its table that belong to the array."""
+        found = []
+        for image, index in self._at(request):
+            start, stop = self._first[image][index : index + 2]
+            if stop > start:
+                found.append((image, self._order[image][start:stop]))
+        return found
+
+    def _at(self, request: Request) -> list[tuple[int, int]]:
+        if request.param not in self._places:
+            where = ", ".join(header.where for header in self.headers[:4]) or "no image"
+            raise Damaged(
+                f"leaf {_name(request)}: wanted array {request.param!r}, found none of that name "
+                f"in {where}"
+            )
+        return self._places[request.param]
+
+
+class _Leaf:
+    """One request: its buffers, and the chunks that fill them."""
+
+    def __init__(self, catalog: _Catalog, request: Request) -> None:
+        self._request, self._catalog = request, catalog
+        self.name = _name(request)
+        self.spec = catalog.spec(request)
+        self.dtype = dtype_of(self.spec.dtype)
+        self.sharding = request.sharding
+        if self.sharding is not None and request.memory_kind is not None:
+            self.sharding = self.sharding.with_memory_kind(request.memory_kind)
+        self.boxes: tuple[Box, ...] = (whole(self.spec.shape),)
+        if self.sharding is not None:
+            self.boxes = boxes(self.spec.shape, self.dtype, self.sharding, self.name)
+        self.nbytes = sum(map(_count, self.boxes)) * self.dtype.itemsize
+        self._parts: dict[Box, np.ndarray] = {}
+        self._found: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.missing = self._find()
+
+    def chunks(self) -> list[Chunk]:
+        """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
+        for box in self.boxes:
+            shape = [stop - start for start, stop in box]
+            self._parts[box] = aligned_empty(shape, self.dtype, ALIGNMENT_BYTES)
+        if len(self._found) == 1 and len(self.boxes) == 1:
+            only = self.boxes[0]  # the case of most leaves: one chunk that is the array
+            if only == whole(self.spec.shape) and self.spec.shape == self.spec.chunk_shape:
+                return [self._chunk((0,) * len(only), _bytes_of(self._parts[only]), ())]
+        users: dict[tuple[int, ...], list[Box]] = {}
+        for box in self.boxes:
+            for cell in _walk(self._cells(box)):
+                users.setdefault(cell, []).append(box)
+        return [self._chunk(cell, *self._targets(cell, users[cell])) for cell in users]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of all chunks that are needed."""
+        return len(self._found) * self.spec.chunk_bytes
+
+    def release(self) -> None:
+        """Forget the buffers; what was made of them keeps them as long as it needs them."""
+        self._parts = {}
+
+    def on_host(self) -> np.ndarray:
+        return next(iter(self._parts.values()))
+
+    def on_devices(self) -> HostLeaf:
+        assert self.sharding is not None
+        return HostLeaf(self.name, self.spec.shape, self.dtype, self.sharding, self._parts)
+
+    def _find(self) -> list[str]:
+        """Look up the cells that are needed; what no image holds, as lines for the error."""
+        rows = self._catalog.rows(self._request)
+        needed = sum(math.prod(map(len, self._cells(box))) for box in self.boxes)
+        if needed == 0:
+            return []
+        if math.prod(self.spec.grid) == 1:
+            if rows:
+                image, row = rows[0]
+                self._found[(0,) * len(self.spec.shape)] = (image, int(row[0]))
+                return []
+            return [f"leaf {self.name}: {self.spec.param}, its only chunk"]
+        held = self._held(rows)
+        # A header may speak of more chunks than there are; so walk no further than what is held.
+        missing: list[str] = []
+        for box in self.boxes:
+            for cell in _walk(self._cells(box)):
+                if cell in held:
+                    self._found[cell] = held[cell]
+                elif len(missing) < LISTED:
+                    missing.append(f"leaf {self.name}: {self.spec.param}, chunk {cell}")
+                else:
+                    return [*missing, f"leaf {self.name}: and others"]
+        return missing
+
+    def _held(self, rows: Sequence[tuple[int, np.ndarray]]) -> dict[tuple[int, ...], Any]:
+        held: dict[tuple[int, ...], tuple[int, int]] = {}
+        for image, some in rows:
+            grid = self._catalog.headers[image].columns.grid[some, : len(self.spec.shape)]
+            inside = np.zeros(len(some), bool)
+            for box in self.boxes:
+                cells = self._cells(box)
+                start, stop = [c.start for c in cells], [c.stop for c in cells]
+                inside |= ((grid >= start) & (grid < stop)).all(axis=1)
+            for cell, row in zip(grid[inside].tolist(), some[inside].tolist(), strict=True):
+                held.setdefault(tuple(cell), (image, row))
+        return held
+
+    def _cells(self, box: Box) -> list[range]:
+        return [
+            range(start // step, -(-stop // step)) if stop > start else range(0)
+            for (start, stop), step in zip(box, self.spec.chunk_shape, strict=True)
+        ]
+
+    def _targets(
+        self, cell: tuple[int, ...], users: Sequence[Box]
+    ) -> tuple[np.ndarray | None, tuple[Copy, ...]]:
+        """The range of a buffer that is this chunk, if there is one, and what else to copy."""
+        chunk = tuple(
+            (i * n, (i + 1) * n) for i, n in zip(cell, self.spec.chunk_shape, strict=True)
+        )
+        direct, copies = None, []
+        for box in users:
+            buffer = self._parts[box]
+            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(chunk, box, strict=True)]
+            target = buffer[_index(shared, box)]
+            if direct is None and tuple(shared) == chunk and is_range(target.shape, buffer.shape):
+                direct = _bytes_of(target)
+            else:
+                copies.append(Copy(target, _index(shared, chunk)))
+        return direct, tuple(copies)
+
+    def _chunk(
+        self, cell: tuple[int, ...], direct: np.ndarray | None, copies: tuple[Copy, ...]
+    ) -> Chunk:
+        image, row = self._found[cell]
+        columns = self._catalog.headers[image].columns
+        return Chunk(
+            image=image,
+            row=row,
+            leaf=self.name,
+            offset=int(columns.offset[row]),
+            nbytes=int(columns.nbytes[row]),
+            direct=direct,
+            copies=copies,
+            shape=self.spec.chunk_shape,
+            dtype=self.dtype,
+        )
+
+
+def _walk(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """What itertools.product gives, which would first make lists of ranges of any length."""
+    if not axes:
+        yield ()
+        return
+    for i in axes[0]:
+        for rest in _walk(axes[1:]):
+            yield (i, *rest)
+
+
+def _index(part: Sequence[tuple[int, int]], inside: Box) -> tuple[Any, ...]:
+    """The part as an index; with the ellipsis it gives a view also where there is no dimension."""
+    slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(part, inside, strict=True))
+    return (*slices, ...)
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array as u8, sharing its memory."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _count(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _name(request: Request) -> str:
+    return request.name or request.param
+
+
+def _absent(missing: Sequence[str], images: Images) -> str:
+    where = ", ".join(header.where for header, _ in images[:4])
+    lines = "".join(f"\n  {line}" for line in missing[:LISTED])
+    more = "\n  and others" if len(missing) > LISTED else ""
+    return f"chunks that are needed are in none of the {len(images)} images ({where}):{lines}{more}"

@@ -1,0 +1,312 @@
+"""Verified chunks out of images into buffers: which ranges are read, how, and what is damaged.
+
+::
+
+    Chunk  ->  Read                          ->  verified, and in its buffers
+               large, one range of a buffer:     straight there
+               small, neighbours together:       through a scratch buffer within the budget
+               large, scattered:                 likewise, alone
+
+Every chunk is checked against digest and CRC of the table, and the CRC that stands behind it.
+Damage does not stop the reading: all of it comes in one error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from ckpt.errors import Damaged, NotFound
+from ckpt.grid import CRC_BYTES
+from ckpt.image import Header, verify_chunk
+
+SMALL_BYTES = 256 * 1024
+"""Chunks below this share reads; a request of their own would cost more than the copy."""
+
+RUN_BYTES = 4 << 20
+GAP_BYTES = 64 * 1024
+"""How much that nobody wants is read along to save a request."""
+
+GROUP_BYTES = 16 << 20
+LISTED = 20
+
+
+class ImageFile(Protocol):
+    """An open image: `read_into` fills each buffer from its offset, in parallel where it helps.
+
+    It raises `Damaged` when the file ends too early, `NotFound` when it is not there any more, and
+    `StoreFailed` when the store failed.
+    """
+
+    name: str
+    size_bytes: int
+
+    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A part of a chunk and where it goes: a view of the target, and the index in the chunk."""
+
+    target: np.ndarray
+    index: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A chunk to be read: row `row` of the table of image number `image`, for leaf `leaf`.
+
+    With `direct`, a contiguous u8 range of a target, its bytes belong there; `copies` are made from
+    them otherwise, or besides.
+    """
+
+    image: int
+    row: int
+    leaf: str
+    offset: int
+    nbytes: int
+    direct: np.ndarray | None
+    copies: tuple[Copy, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """What one task reads of one image; `scratch_bytes` 0: straight into the targets."""
+
+    image: int
+    chunks: Sequence[Chunk]
+    offset: int
+    read_bytes: int
+    scratch_bytes: int
+
+
+class Fetch:
+    """Reads chunks of these images, call by call; what is damaged is said at the end."""
+
+    def __init__(
+        self, images: Sequence[tuple[Header, ImageFile]], *, budget_bytes: int, threads: int
+    ) -> None:
+        self._images = images
+        self._digests = [header.columns.digest.tobytes() for header, _ in images]
+        self._crcs = [header.columns.crc.astype("<u4").tobytes() for header, _ in images]
+        self._budget = _Budget(budget_bytes)
+        self._run_bytes = max(1, min(RUN_BYTES, budget_bytes))
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._wrong: list[tuple[int, int, str]] = []  # image, offset, message
+        self.chunks = 0
+        self.bytes_read = 0
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all chunks up to now were what was written."""
+        return not self._wrong
+
+    def run(self, chunks: Sequence[Chunk], progress: Callable[[int], None]) -> None:
+        """Fill the targets of `chunks`; damage is noted, and `progress` is told the bytes done.
+
+        Raises:
+            StoreFailed: the store failed; nothing is known about the chunks.
+        """
+        self.chunks += len(chunks)
+        reads = plan_reads([c for c in chunks if self._is_inside(c)], self._run_bytes)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="ckpt-read") as pool:
+            pending = [pool.submit(self._do, read) for read in reads]
+            try:
+                for read, one in zip(reads, pending, strict=True):
+                    one.result()
+                    self.bytes_read += read.read_bytes
+                    progress(sum(chunk.nbytes for chunk in read.chunks))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def raise_damage(self) -> None:
+        """Raises:
+        Damaged: chunks are not what was written; leaf, image and chunk of each, up to a bound.
+        """
+        if self._wrong:
+            raise Damaged(_listed([text for *_, text in sorted(self._wrong)], self.chunks))
+
+    def _is_inside(self, chunk: Chunk) -> bool:
+        header, image = self._images[chunk.image]
+        end = chunk.offset + chunk.nbytes + CRC_BYTES
+        if end <= image.size_bytes:
+            return True
+        self._note(
+            chunk,
+            f"{_place(header, chunk)}: wanted bytes up to {end}, found a file of "
+            f"{image.size_bytes} bytes: truncated",
+        )
+        return False
+
+    def _do(self, read: _Read) -> None:
+        with self._budget.hold(read.scratch_bytes):
+            if read.scratch_bytes:
+                self._through_scratch(read)
+            else:
+                self._straight(read)
+
+    def _through_scratch(self, read: _Read) -> None:
+        scratch = np.empty(read.read_bytes, np.uint8)
+        view = memoryview(scratch.data)
+        if not self._fill(read, [(read.offset, view)]):
+            return
+        for chunk in read.chunks:
+            start = chunk.offset - read.offset
+            stop = start + chunk.nbytes
+            if not self._is_intact(chunk, view[start:stop], view[stop : stop + CRC_BYTES]):
+                continue
+            raw = scratch[start:stop]
+            if chunk.direct is not None:
+                chunk.direct[:] = raw
+            _copy(chunk, raw)
+
+    def _straight(self, read: _Read) -> None:
+        crcs = memoryview(bytearray(CRC_BYTES * len(read.chunks)))
+        ranges = []
+        for i, chunk in enumerate(read.chunks):
+            assert chunk.direct is not None
+            ranges.append((chunk.offset, chunk.direct.data))
+            behind = crcs[CRC_BYTES * i : CRC_BYTES * (i + 1)]
+            ranges.append((chunk.offset + chunk.nbytes, behind))
+        if not self._fill(read, ranges):
+            return
+        for i, chunk in enumerate(read.chunks):
+            assert chunk.direct is not None
+            behind = crcs[CRC_BYTES * i : CRC_BYTES * (i + 1)]
+            if self._is_intact(chunk, chunk.direct.data, behind):
+                _copy(chunk, chunk.direct)
+
+    def _fill(self, read: _Read, ranges: Sequence[tuple[int, memoryview]]) -> bool:
+        header, image = self._images[read.image]
+        try:
+            image.read_into(ranges)
+        except (Damaged, NotFound) as error:
+            # Gone or cut since it was opened: which of these chunks that hits is not worth asking.
+            for chunk in read.chunks:
+                self._note(chunk, f"{_place(header, chunk)}: {error}")
+            return False
+        return True
+
+    def _is_intact(self, chunk: Chunk, view: memoryview, crc: memoryview) -> bool:
+        row = chunk.row
+        digest = self._digests[chunk.image][16 * row : 16 * row + 16]
+        if (
+            xxhash.xxh3_128_digest(view) == digest
+            and crc == self._crcs[chunk.image][CRC_BYTES * row : CRC_BYTES * (row + 1)]
+        ):
+            return True
+        try:
+            verify_chunk(self._images[chunk.image][0], row, bytes(view) + bytes(crc))
+        except Damaged as error:
+            self._note(chunk, str(error))
+            return False
+        return True
+
+    def _note(self, chunk: Chunk, message: str) -> None:
+        with self._lock:
+            self._wrong.append((chunk.image, chunk.offset, f"leaf {chunk.leaf}: {message}"))
+
+
+def plan_reads(chunks: Sequence[Chunk], run_bytes: int) -> list[_Read]:
+    """What is read together, in the order of the files; pure."""
+    in_order = sorted(chunks, key=lambda chunk: (chunk.image, chunk.offset))
+    small = [chunk for chunk in in_order if chunk.nbytes < SMALL_BYTES]
+    large = [chunk for chunk in in_order if chunk.nbytes >= SMALL_BYTES]
+    straight = [chunk for chunk in large if chunk.direct is not None]
+    reads = [_run_of([chunk]) for chunk in large if chunk.direct is None]
+    reads += map(_run_of, _grouped(small, lambda run, c: _stretches(run, c, run_bytes)))
+    reads += map(_straight_of, _grouped(straight, _fits))
+    return sorted(reads, key=lambda read: (read.image, read.offset))
+
+
+def _grouped(
+    chunks: Sequence[Chunk], belongs: Callable[[list[Chunk], Chunk], bool]
+) -> Iterator[list[Chunk]]:
+    group: list[Chunk] = []
+    for chunk in chunks:
+        if group and not (group[-1].image == chunk.image and belongs(group, chunk)):
+            yield group
+            group = []
+        group.append(chunk)
+    if group:
+        yield group
+
+
+def _stretches(run: list[Chunk], chunk: Chunk, run_bytes: int) -> bool:
+    near = chunk.offset - run[-1].offset - run[-1].nbytes <= GAP_BYTES
+    return near and chunk.offset + chunk.nbytes + CRC_BYTES - run[0].offset <= run_bytes
+
+
+def _fits(group: list[Chunk], chunk: Chunk) -> bool:
+    return sum(c.nbytes for c in group) + chunk.nbytes <= GROUP_BYTES
+
+
+def _run_of(chunks: Sequence[Chunk]) -> _Read:
+    first, last = chunks[0], chunks[-1]
+    length = last.offset + last.nbytes + CRC_BYTES - first.offset
+    return _Read(first.image, chunks, first.offset, length, length)
+
+
+def _straight_of(chunks: Sequence[Chunk]) -> _Read:
+    length = sum(chunk.nbytes + CRC_BYTES for chunk in chunks)
+    return _Read(chunks[0].image, chunks, chunks[0].offset, length, 0)
+
+
+def _copy(chunk: Chunk, raw: np.ndarray) -> None:
+    if chunk.copies:
+        block = raw.view(chunk.dtype).reshape(chunk.shape)
+        for copy in chunk.copies:
+            copy.target[...] = block[copy.index]
+
+
+def _place(header: Header, chunk: Chunk) -> str:
+    spec = header.arrays[header.columns.array[chunk.row]]
+    at = tuple(header.columns.grid[chunk.row, : len(spec.shape)].tolist())
+    return f"{header.where}: {spec.param}, chunk {at} at byte {chunk.offset}"
+
+
+def _listed(messages: Sequence[str], total: int) -> str:
+    lines = "".join(f"\n  {text}" for text in messages[:LISTED])
+    more = f"\n  and {len(messages) - LISTED} more" if len(messages) > LISTED else ""
+    return f"{len(messages)} of the {total} chunks that are needed are damaged:{lines}{more}"
+
+
+class _Budget:
+    """Bytes that may be in use at a time; what is larger waits until it is alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any], alignment_bytes: int) -> np.ndarray:
+    """An uninitialised C-contiguous array whose first byte is a multiple of `alignment_bytes`."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + alignment_bytes, np.uint8)
+    start = -raw.__array_interface__["data"][0] % alignment_bytes
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -1,0 +1,534 @@
+"""Arrays out of images: any sharding from any other, and every kind of damage found."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from ckpt import arrays as arrays_module
+from ckpt import fetch, image
+from ckpt.arrays import Report, Request, read_arrays
+from ckpt.errors import Damaged, Mismatch, Misuse, NotFound, StoreFailed, Unsupported
+from ckpt.placement import boxes, whole
+
+MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2)]
+DTYPES = ["float32", "bfloat16", "int4", "bool", "complex64", "uint8"]
+
+
+@dataclass
+class Bytes:
+    """An image in memory that counts what is asked of it."""
+
+    name: str
+    data: bytes
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, buffer in ranges:
+            self.ranges.append((offset, buffer.nbytes))
+            found = self.data[offset : offset + buffer.nbytes]
+            if len(found) != buffer.nbytes:
+                raise Damaged(f"{self.name}: ends at byte {offset + len(found)}")
+            buffer[:] = found
+
+
+@dataclass
+class OnDisk:
+    """An image in a file, opened for each read."""
+
+    path: pathlib.Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        try:
+            with self.path.open("rb") as file:
+                for offset, buffer in ranges:
+                    file.seek(offset)
+                    if file.readinto(buffer) != buffer.nbytes:
+                        raise Damaged(f"{self.name}: ends early")
+        except FileNotFoundError as error:
+            raise NotFound(f"{self.name}: not there") from error
+
+
+Images = list[tuple[image.Header, Bytes]]
+
+
+def mesh_of(shape: tuple[int, ...]) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(shape), tuple("abc"[: len(shape)]))
+
+
+def make_images(
+    arrays: Mapping[str, np.ndarray],
+    shardings: Mapping[str, Sharding | None],
+    *,
+    processes: int = 1,
+    limit_bytes: int = 1 << 20,
+) -> Images:
+    """What `processes` would write of these arrays: their shards dealt out in turn."""
+    specs, owned = [], [[] for _ in range(processes)]
+    turn = itertools.cycle(range(processes))
+    for number, (param, array) in enumerate(arrays.items()):
+        sharding = shardings[param]
+        parts = (
+            [whole(array.shape)]
+            if sharding is None
+            else boxes(array.shape, array.dtype, sharding, param)
+        )
+        shape = tuple(stop - start for start, stop in parts[0])
+        chunk = image.chunk_shape(shape, array.dtype.itemsize, limit_bytes)
+        specs.append(image.ArraySpec(param, array.dtype.name, array.shape, chunk))
+        for part in parts:
+            start = tuple(a for a, _ in part)
+            source = array[tuple(slice(*ab) for ab in part)]
+            owned[next(turn)].append((image.ShardSpec(number, start, shape), source))
+    found = []
+    for process, mine in enumerate(owned):
+        plan = image.plan(specs, [shard for shard, _ in mine], {"process": process})
+        buffer = bytearray(plan.size_bytes)
+        name = f"p{process}.image"
+        header = image.fill(plan, buffer, [source for _, source in mine], where=name)
+        data = bytes(buffer)
+        assert (
+            image.decode(lambda o, n, d=data: d[o : o + n], len(data), name).digest == header.digest
+        )
+        found.append((header, Bytes(name, data)))
+    return found
+
+
+def random_array(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    values = np.random.default_rng(seed).integers(0, 8 if dtype != "bool" else 2, shape)
+    return values.astype(np.complex64 if dtype == "complex64" else np.float32).astype(kind)
+
+
+def same(found: Any, wanted: np.ndarray) -> bool:
+    array = np.asarray(found)
+    return (
+        array.shape == wanted.shape
+        and array.dtype == wanted.dtype
+        and array.tobytes() == np.ascontiguousarray(wanted).tobytes()
+    )
+
+
+@st.composite
+def arrays_and_shardings(draw: st.DrawFn) -> tuple[np.ndarray, Sharding | None, Sharding | None]:
+    shape = tuple(draw(st.lists(st.sampled_from([8, 16, 24]), min_size=0, max_size=3)))
+    dtype = draw(st.sampled_from(DTYPES))
+    array = random_array(shape, dtype, draw(st.integers(0, 2**32)))
+    return array, draw(shardings(len(shape))), draw(shardings(len(shape)))
+
+
+@st.composite
+def shardings(draw: st.DrawFn, rank: int) -> Sharding | None:
+    kind = draw(st.sampled_from(["mesh", "mesh", "mesh", "mesh", "single", "host"]))
+    if kind == "host":
+        return None
+    if kind == "single":
+        return SingleDeviceSharding(jax.devices()[draw(st.integers(0, 7))])
+    mesh = mesh_of(draw(st.sampled_from(MESHES)))
+    names = draw(st.permutations(list(mesh.axis_names)))
+    spec: list[Any] = [None] * rank
+    for name in names:
+        axis = draw(st.integers(-1, rank - 1))
+        if axis >= 0:
+            spec[axis] = (*(spec[axis] or ()), name)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+@given(
+    cases=st.lists(arrays_and_shardings(), min_size=1, max_size=4),
+    processes=st.integers(1, 3),
+    limit_bytes=st.sampled_from([16, 100, 1000, 1 << 20]),
+    small_bytes=st.sampled_from([0, 128, 1 << 18]),
+    gap_bytes=st.sampled_from([0, 64, 1 << 16]),
+    budget_bytes=st.sampled_from([1, 300, 1 << 30]),
+    threads=st.integers(1, 3),
+)
+def test_any_sharding_from_any_other(
+    cases: list[tuple[np.ndarray, Sharding | None, Sharding | None]],
+    processes: int,
+    limit_bytes: int,
+    small_bytes: int,
+    gap_bytes: int,
+    budget_bytes: int,
+    threads: int,
+) -> None:
+    arrays = {f"leaf{i}": array for i, (array, _, _) in enumerate(cases)}
+    written = {f"leaf{i}": sharding for i, (_, sharding, _) in enumerate(cases)}
+    images = make_images(arrays, written, processes=processes, limit_bytes=limit_bytes)
+    requests = [Request(f"leaf{i}", wanted) for i, (_, _, wanted) in enumerate(cases)]
+    sizes: list[tuple[int, int]] = []
+    with mock.patch.multiple(fetch, SMALL_BYTES=small_bytes, GAP_BYTES=gap_bytes, GROUP_BYTES=200):
+        found, report = read_arrays(
+            images,
+            requests,
+            budget_bytes=budget_bytes,
+            threads=threads,
+            progress=lambda done, total: sizes.append((done, total)),
+        )
+    for value, (array, before, wanted) in zip(found, cases, strict=True):
+        note = f"{array.dtype}{array.shape} from {before} to {wanted}"
+        assert same(value, array), note
+        if wanted is None:
+            assert isinstance(value, np.ndarray), note
+            assert value.flags.writeable, note
+            assert value.__array_interface__["data"][0] % 64 == 0, note
+        else:
+            assert value.sharding == wanted, note
+            for shard in value.addressable_shards:
+                assert same(shard.data, array[shard.index]), note
+    assert sizes[-1] == (sizes[-1][1],) * 2
+    assert [done for done, _ in sizes] == sorted(done for done, _ in sizes)
+    asked = sum(length for _, reader in images for _, length in reader.ranges)
+    assert report.bytes_read == asked
+    assert report.chunks == sum(len(h.columns.array) for h, _ in images)
+
+
+def test_only_what_is_needed_is_read_and_replicas_once() -> None:
+    array = random_array((64, 1024), "float32", 1)
+    spread = NamedSharding(mesh_of((8,)), PartitionSpec("a"))
+    images = make_images({"w": array}, {"w": spread}, limit_bytes=8192)
+    for wanted in (spread, NamedSharding(mesh_of((4, 2)), PartitionSpec()), None):
+        images[0][1].ranges.clear()
+        (found,), report = read_arrays(images, [Request("w", wanted)])
+        assert same(found, array)
+        assert report.bytes_needed == array.nbytes
+        assert report.chunks == 32
+        assert array.nbytes < report.bytes_read < array.nbytes * 1.01 + 32 * 64
+
+
+def test_parts_that_moved_to_other_devices() -> None:
+    array = random_array((64, 16), "float32", 1)
+    images = make_images({"w": array}, {"w": NamedSharding(mesh_of((8,)), PartitionSpec("a"))})
+    moved = Mesh(np.roll(np.array(jax.devices()[:4]), 3), ("z",))
+    (found,), report = read_arrays(images, [Request("w", NamedSharding(moved, PartitionSpec("z")))])
+    assert same(found, array)
+    assert report.bytes_needed == array.nbytes
+
+
+def test_large_chunks_are_read_in_place() -> None:
+    array = random_array((8, 1 << 17), "float32", 2)
+    images = make_images({"w": array}, {"w": None}, limit_bytes=1 << 19)
+    with mock.patch.object(fetch.Fetch, "_through_scratch", side_effect=AssertionError):
+        (host,), _ = read_arrays(images, [Request("w")], budget_bytes=1)
+        rows = NamedSharding(mesh_of((8,)), PartitionSpec("a"))
+        (device,), _ = read_arrays(images, [Request("w", rows)], budget_bytes=1)
+    assert same(host, array)
+    assert same(device, array)
+    with mock.patch.object(fetch.Fetch, "_straight", side_effect=AssertionError):
+        columns = NamedSharding(mesh_of((8,)), PartitionSpec(None, "a"))
+        (device,), _ = read_arrays(images, [Request("w", columns)], budget_bytes=1)
+    assert same(device, array)
+
+
+def test_device_arrays_take_the_buffers_and_survive_donation() -> None:
+    array = random_array((1 << 16,), "float32", 3)
+    images = make_images({"w": array}, {"w": None})
+    buffers = []
+
+    def remember(*args: Any) -> np.ndarray:
+        buffers.append(allocate(*args))
+        return buffers[-1]
+
+    allocate = arrays_module.aligned_empty
+    device = SingleDeviceSharding(jax.devices()[3])
+    with mock.patch.object(arrays_module, "aligned_empty", remember):
+        (found,), _ = read_arrays(images, [Request("w", device)])
+    address = buffers[0].__array_interface__["data"][0]
+    assert found.unsafe_buffer_pointer() == address, "no copy on CPU"
+    changed = jax.jit(lambda x: x + 1, donate_argnums=0)(found)
+    assert same(changed, array + 1)
+    assert same(buffers[0], array)
+
+
+def test_many_small_leaves_take_few_reads() -> None:
+    arrays = {f"l{i}": np.full(64, i, np.float32) for i in range(10_000)}
+    images = make_images(arrays, dict.fromkeys(arrays), processes=2)
+    one = SingleDeviceSharding(jax.devices()[0])
+    for sharding in (None, one):
+        for _, reader in images:
+            reader.ranges.clear()
+        found, report = read_arrays(images, [Request(p, sharding, p) for p in arrays])
+        assert all(np.asarray(x)[5] == i for i, x in enumerate(found))
+        assert report.chunks == 10_000
+        assert sum(len(reader.ranges) for _, reader in images) == 2
+
+
+def test_empty_arrays_scalars_and_memory_kinds() -> None:
+    arrays = {
+        "empty": np.zeros((0, 4), np.float32),
+        "scalar": np.array(3.5, np.float32),
+        "w": random_array((16, 16), "float32", 4),
+    }
+    images = make_images(arrays, dict.fromkeys(arrays))
+    replicated = NamedSharding(mesh_of((8,)), PartitionSpec())
+    requests = [
+        Request("empty"),
+        Request("empty", replicated),
+        Request("scalar", replicated),
+        Request("scalar"),
+        Request("w", replicated, memory_kind="pinned_host"),
+        Request("w", NamedSharding(mesh_of((8,)), PartitionSpec("a"), memory_kind="unpinned_host")),
+    ]
+    found, _ = read_arrays(images, requests)
+    for request, value in zip(requests, found, strict=True):
+        assert same(value, arrays[request.param]), request
+    assert [x.sharding.memory_kind for x in found[4:]] == ["pinned_host", "unpinned_host"]
+    assert read_arrays(images, []) == ([], Report(0, 0, 0, mock.ANY, mock.ANY, mock.ANY))
+
+
+def test_an_int64_leaf_is_not_narrowed() -> None:
+    array = np.array([2**40, -1])
+    images = make_images({"n": array}, {"n": None})
+    one = SingleDeviceSharding(jax.devices()[0])
+    assert same(read_arrays(images, [Request("n")])[0][0], array)
+    with pytest.raises(Unsupported, match=r"step/n: saved as int64, .* int32; set jax_enable_x64"):
+        read_arrays(images, [Request("n", one, "step/n")])
+    with jax.enable_x64(True):
+        assert same(read_arrays(images, [Request("n", one)])[0][0], array)
+
+
+def test_a_sharding_that_does_not_fit() -> None:
+    images = make_images({"w": np.zeros((6, 4), np.float32)}, {"w": None})
+    with pytest.raises(Mismatch, match=r"params/w: wanted NamedSharding.*found shape \[6, 4\]"):
+        read_arrays(
+            images, [Request("w", NamedSharding(mesh_of((8,)), PartitionSpec("a")), "params/w")]
+        )
+
+
+def test_calls_without_meaning() -> None:
+    for options in ({"threads": 0}, {"budget_bytes": 0}):
+        with pytest.raises(Misuse, match="at least 1"):
+            read_arrays([], [], **options)
+
+
+# Damage
+
+
+ROWS = {"big": (8, 1 << 15), "small": (64,), "cut": (16, 8)}
+
+
+def damaged_images(limit_bytes: int = 1 << 18) -> tuple[dict[str, np.ndarray], Images]:
+    arrays = {param: random_array(shape, "float32", 5) for param, shape in ROWS.items()}
+    columns = NamedSharding(mesh_of((8,)), PartitionSpec(None, "a"))
+    return arrays, make_images(
+        arrays, {"big": None, "small": None, "cut": columns}, processes=2, limit_bytes=limit_bytes
+    )
+
+
+REQUESTS = [
+    Request("big", None, "params/big"),
+    Request("small", SingleDeviceSharding(jax.devices()[0]), "params/small"),
+    Request("cut", NamedSharding(mesh_of((8,)), PartitionSpec("a")), "params/cut"),
+]
+LEAVES = {request.param: request.name for request in REQUESTS}
+
+
+@given(data=st.data(), budget_bytes=st.sampled_from([1, 1 << 30]))
+def test_one_flipped_bit_anywhere_in_a_chunk_is_found(
+    data: st.DataObject, budget_bytes: int
+) -> None:
+    _, images = damaged_images()
+    number = data.draw(st.integers(0, 1), "image")
+    header, reader = images[number]
+    row = data.draw(st.integers(0, len(header.columns.array) - 1), "row")
+    start, length = image.payload_ranges(header)[row].tolist()
+    place = start + data.draw(st.integers(0, length - 1), "byte")
+    flipped = bytearray(reader.data)
+    flipped[place] ^= 1 << data.draw(st.integers(0, 7), "bit")
+    reader.data = bytes(flipped)
+    spec = header.arrays[header.columns.array[row]]
+    with pytest.raises(Damaged, match="1 of the 13 chunks") as caught:
+        read_arrays(images, REQUESTS, budget_bytes=budget_bytes)
+    at = tuple(header.columns.grid[row, : len(spec.shape)].tolist())
+    wanted = f"leaf {LEAVES[spec.param]}: {reader.name}: {spec.param}, chunk {at}"
+    assert wanted in str(caught.value), caught.value
+
+
+def test_all_damage_comes_in_one_error_in_the_order_of_the_files() -> None:
+    _, images = damaged_images(limit_bytes=256)
+    for _, reader in images:
+        reader.data = reader.data[:4096] + bytes(len(reader.data) - 4096)
+    for budget_bytes in (1, 1 << 30):
+        with pytest.raises(Damaged) as caught:
+            read_arrays(images, REQUESTS, budget_bytes=budget_bytes)
+        lines = str(caught.value).splitlines()
+        assert lines[0].startswith("4105 of the 4105 chunks that are needed are damaged")
+        assert lines[-1] == f"  and {4105 - fetch.LISTED} more"
+        assert len(lines) == fetch.LISTED + 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_cut_image_names_the_chunks_beyond_its_end(share: float) -> None:
+    _, images = damaged_images()
+    for header, reader in images:
+        reader.data = reader.data[: int(header.size_bytes * share)]
+    ends = [image.payload_ranges(header).sum(axis=1) for header, _ in images]
+    lost = sum(int((e > r.size_bytes).sum()) for e, (_, r) in zip(ends, images, strict=True))
+    if not lost:
+        read_arrays(images, REQUESTS)
+        return
+    with pytest.raises(Damaged, match=rf"{lost} of the 13 chunks .*\n.*truncated"):
+        read_arrays(images, REQUESTS)
+
+
+def on_disk(images: Images, directory: pathlib.Path) -> list[tuple[image.Header, OnDisk]]:
+    found = []
+    for header, reader in images:
+        path = directory / reader.name
+        path.write_bytes(reader.data)
+        found.append((header, OnDisk(path)))
+    return found
+
+
+def test_files(tmp_path: pathlib.Path) -> None:
+    arrays, images = damaged_images()
+    found, _ = read_arrays(on_disk(images, tmp_path), REQUESTS)
+    assert all(same(x, arrays[r.param]) for x, r in zip(found, REQUESTS, strict=True))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_deleted_image_is_damage(number: int, tmp_path: pathlib.Path) -> None:
+    _, images = damaged_images()
+    files = on_disk(images, tmp_path)
+
+    @dataclass
+    class Gone:
+        name: str
+        size_bytes: int
+
+        def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+            files[number][1].read_into(ranges)
+
+    header, file = files[number]
+    mixed: list[tuple[image.Header, Any]] = list(files)
+    mixed[number] = (header, Gone(file.name, file.size_bytes))
+    file.path.unlink()
+    count = len(header.columns.array)
+    with pytest.raises(Damaged, match=rf"{count} of the 13 chunks .*\n.*not there") as caught:
+        read_arrays(mixed, REQUESTS)
+    assert str(file.path) in str(caught.value)
+
+
+def test_a_chunk_that_no_image_holds_is_damage_and_nothing_is_read() -> None:
+    _, images = damaged_images()
+    for number in (0, 1):
+        with pytest.raises(Damaged, match=r"none of the 1 images \(p[01]\.image\)") as caught:
+            read_arrays([images[number]], REQUESTS)
+        assert "leaf params/cut: cut, chunk (0, " in str(caught.value)
+        assert not images[number][1].ranges
+
+
+def test_one_missing_chunk_is_named() -> None:
+    array = random_array((8, 64), "float32", 6)
+    ((header, reader),) = make_images({"w": array}, {"w": None}, limit_bytes=256)
+    keep = np.arange(8) != 5
+    columns = header.columns
+    cut = image.Columns(
+        **{
+            name: getattr(columns, name)[keep]
+            for name in ("array", "grid", "offset", "nbytes", "digest", "crc")
+        }
+    )
+    images = [(replace(header, columns=cut), reader)]
+    with pytest.raises(Damaged, match=r"leaf params/w: w, chunk \(5, 0\)$"):
+        read_arrays(images, [Request("w", None, "params/w")])
+
+
+def test_a_header_that_speaks_of_more_than_there_is_costs_no_memory() -> None:
+    header, reader = make_images({"w": np.zeros((8, 8), np.float32)}, {"w": None})[0]
+    vast = image.ArraySpec("w", "float32", (2**40, 8), (8, 8))
+    images = [(replace(header, arrays=(vast,)), reader)]
+    with pytest.raises(Damaged, match=r"chunk \(1, 0\)(?s:.)*and others$"):
+        read_arrays(images, [Request("w")])
+
+
+def test_an_unknown_array_and_images_that_disagree() -> None:
+    images = make_images({"w": np.zeros((8, 8), np.float32)}, {"w": None})
+    with pytest.raises(Damaged, match=r"leaf a/b: wanted array 'a\.b', found none .* p0\.image"):
+        read_arrays(images, [Request("a.b", None, "a/b")])
+    others = make_images({"w": np.zeros((8, 4), np.float32)}, {"w": None})
+    with pytest.raises(Damaged, match="images disagree"):
+        read_arrays([*images, *others], [Request("w")])
+
+
+@pytest.mark.parametrize(
+    "error", [StoreFailed("no answer"), OSError("oh"), KeyboardInterrupt("stop")]
+)
+def test_a_failing_store_is_no_damage_and_keeps_its_type(error: BaseException) -> None:
+    _, images = damaged_images()
+
+    def fail(_: Sequence[tuple[int, memoryview]]) -> None:
+        raise error
+
+    with (
+        mock.patch.object(Bytes, "read_into", side_effect=fail),
+        pytest.raises(type(error), match=str(error)),
+    ):
+        read_arrays(images, REQUESTS)
+
+
+def test_a_budget_is_kept_and_what_is_larger_runs_alone() -> None:
+    array = random_array((64, 512), "float32", 7)
+    columns = NamedSharding(mesh_of((8,)), PartitionSpec(None, "a"))
+    images = make_images({"w": array}, {"w": columns}, limit_bytes=1024)
+    held = []
+    original = fetch._Budget.hold
+
+    def hold(self: Any, nbytes: int) -> Any:
+        held.append(nbytes)
+        return original(self, nbytes)
+
+    with mock.patch.object(fetch._Budget, "hold", hold):
+        (found,), _ = read_arrays(images, [Request("w")], budget_bytes=5000, threads=3)
+        assert same(found, array)
+        assert 1024 < max(held) <= 5000
+        (found,), _ = read_arrays(images, [Request("w")], budget_bytes=1, threads=3)
+        assert same(found, array)
+
+
+def test_the_budget_lets_only_so_much_run_at_a_time() -> None:
+    budget, peak, now = fetch._Budget(100), 0, 0
+    lock = threading.Lock()
+
+    def use(nbytes: int) -> None:
+        nonlocal peak, now
+        with budget.hold(nbytes):
+            with lock:
+                now += nbytes
+                assert now <= 100 or now == nbytes, "what is larger runs alone"
+                peak = max(peak, now)
+            time.sleep(0.001)
+            with lock:
+                now -= nbytes
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, [30, 60, 500, 10, 40, 40, 40, 101, 1, 99] * 4))
+    assert peak == 500
+    assert now == 0
