@@ -75,7 +75,7 @@ def verify(
     shallow: bool = False,
     progress: Progress | None = None,
 ) -> Verification:
-    """Check a run, or the step at `location`, against the digests that were taken when it was saved.
+    """Check a run, or the step at `location`, against the digests taken when it was saved.
 
     Args:
         shallow: leave out the chunks: read small files and image headers only.
