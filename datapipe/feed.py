@@ -69,7 +69,7 @@ class Feed:
         if local.ndim < self._least_axes:
             raise Misuse(
                 f"{name} of shape {list(local.shape)} cannot be sharded by {self._sharding}: "
-                f"it has fewer than {self._least_axes} axes; leave it out, or shard the batch axis only"
+                f"it has fewer than {self._least_axes} axes; shard the batch axis only"
             )
         local = _narrow(name, local)
         shape = (self._batch_size, *local.shape[1:])

@@ -76,6 +76,12 @@ def test_bytes_are_not_cut_to_the_length_of_the_first():
     assert [t for batch in texts for t in batch["text"]] == [record.decode() for record in wanted]
 
 
+def test_arrays_of_texts_are_not_cut_either():
+    pipe = Pipeline(Records(30), batch_size=10, seed=0, shuffle=False, epochs=1)
+    batch = next(pipe.map(lambda record: np.array([record.decode()]), version="1").iterator())
+    assert batch.tolist() == [[Records(30)[index].decode()] for index in range(10)]
+
+
 def test_columns_come_as_columns():
     pipe = Pipeline(Columns(20), batch_size=8, seed=3, epochs=1)
     wanted = pipe.plan.records(0)
@@ -440,6 +446,29 @@ def test_a_bad_record_is_named_in_its_own_batch(says_which, options):
     wanted = plan.skipping([(example, example + 1)]).records(range(at, plan.batch_count))
     assert rest == wanted.tolist()
     assert 37 not in rest
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_trouble_that_passes_costs_no_batch(prefetch):
+    class Shaky(Records):
+        troubles = 3
+
+        def read(self, indices):
+            if self.troubles:
+                self.troubles -= 1
+                raise datapipe.StoreFailed("no answer yet")
+            return super().read(indices)
+
+    pipe = Pipeline(Shaky(20), batch_size=4, seed=1, epochs=1).map(number, version="1")
+    iterator = pipe.iterator(prefetch=prefetch, window=1)
+    for _ in range(4):
+        try:
+            first = next(iterator)
+            break
+        except datapipe.StoreFailed:
+            assert iterator.next_example == 0
+    assert first.tolist() == pipe.plan.records(0).tolist()
+    assert len(list(iterator)) == 4
 
 
 def test_a_function_that_fails_names_the_record():

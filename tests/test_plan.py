@@ -205,6 +205,8 @@ def test_remainder_concerns_the_end_only():
     assert dropped.records(2).tolist() == [8, 9, 0, 1]  # over the border of two epochs
     assert kept.records(7).tolist() == [8, 9]
     assert dropped.records(7).size == 0
+    assert dropped.batches(9) == (2, 4)
+    assert kept.batches(9) == (2, 4, 7)
 
 
 # -- skips -----------------------------------------------------------------------------------------
