@@ -19,7 +19,7 @@ import xxhash
 from ckpt.grid import Places, is_range
 
 _PIECE_BYTES = 512 * 1024
-_RUN_BYTES = 4 * 2**20  # small chunks given to one thread: the GIL gains nothing from more threads
+_RUN_BYTES = 4 * 2**20  # of small chunks, for one thread: they hold the GIL most of the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,10 +147,17 @@ def _run(tasks: Iterator[Callable[[], None]], threads: int) -> None:
             errors.append(error)
 
     helpers = [threading.Thread(target=work, name="ckpt-copy") for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
+    try:
+        for helper in helpers:
+            helper.start()
+    except BaseException as error:
+        errors.append(error)
     work()
     for helper in helpers:
-        helper.join()
+        while helper.is_alive():  # an interrupt must not leave a thread writing into the target
+            try:
+                helper.join()
+            except BaseException as error:
+                errors.append(error)
     if errors:
         raise errors[0]

@@ -465,3 +465,9 @@ def test_many_racing_for_one_directory(tmp_path: Path) -> None:
     assert errors == []
     assert seen[0] > 0
     assert not (tmp_path / "arena").exists()
+
+
+def test_without_jax() -> None:
+    """The writer imports these, and must start fast and survive a broken accelerator."""
+    code = "import sys, ckpt.arena; print([m for m in ('jax', 'tensorstore') if m in sys.modules])"
+    assert child(code).communicate(timeout=60)[0] == "[]\n"

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -476,5 +477,41 @@ def test_an_error_in_a_copying_thread_reaches_the_caller() -> None:
     buffer = bytearray(plan.size_bytes)
     with pytest.raises(MemoryError, match="planted"):
         image.fill(plan, buffer, sources, 3)
+    with pytest.raises(Damaged):
+        decoded(buffer)
+
+
+def test_an_interrupt_leaves_no_thread_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while this thread waits for the others: they have stopped when `fill` raises."""
+    n = 4
+    arrays = [ArraySpec(f"p{i}", "uint8", (2**20,), (2**20,)) for i in range(n)]
+    plan = image.plan(arrays, [ShardSpec(i, (0,), (2**20,)) for i in range(n)], {})
+    real_join, real_crc = threading.Thread.join, crc32c.crc32c
+    interrupted: list[threading.Thread] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if not interrupted:
+            interrupted.append(thread)
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyboardInterrupt
+        real_join(thread, timeout)
+
+    def checksum(*arguments: Any) -> int:
+        if threading.current_thread().name == "ckpt-copy":
+            entered.set()
+            go_on.wait(60)
+        else:
+            entered.wait(60)
+        return real_crc(*arguments)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    monkeypatch.setattr(crc32c, "crc32c", checksum)
+    sources = [np.zeros(2**20, np.uint8) for _ in range(n)]
+    buffer = bytearray(plan.size_bytes)
+    with pytest.raises(KeyboardInterrupt):
+        image.fill(plan, buffer, sources, 2)
+    assert interrupted
+    assert not interrupted[0].is_alive()
     with pytest.raises(Damaged):
         decoded(buffer)

@@ -126,6 +126,33 @@ def test_keys_and_scalars(arena: Arena) -> None:
         assert found[name].shape == ()
 
 
+def test_through_pinned_memory(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way from accelerators, on the pinned memory that CPU devices offer, too."""
+    mesh = mesh_of((4, 2), ("x", "y"))
+    value = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    shardings = [NamedSharding(mesh, p) for p in (P("x"), P(), P("y", "x"))]
+    state = {f"a{i}": jax.device_put(value, s) for i, s in enumerate(shardings)}
+    state["one"] = jnp.asarray(value)
+    state["there"] = jax.device_put(value, shardings[0].with_memory_kind("pinned_host"))
+    moved: list[Any] = []
+    real = jax.device_put
+
+    def put(shards: list[Any], shardings: list[Any]) -> Any:
+        moved.extend(shards)
+        return real(shards, shardings)
+
+    monkeypatch.setattr(snapshot, "_pinned", lambda sharding: "pinned_host")
+    monkeypatch.setattr(jax, "device_put", put)
+    taken = take(state | {"host": value}, arena)
+    monkeypatch.undo()
+    found = read(state | {"host": value}, taken)
+    taken.slot.release()
+    assert len(moved) == 4 + 1 + 8 + 1 + 4, "only what is written goes to the host"
+    assert len(found) == 6
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, value, err_msg=name)
+
+
 def test_each_shard_is_written_once(arena: Arena) -> None:
     mesh = mesh_of((4, 2), ("x", "y"))
     value = np.arange(64.0, dtype=np.float32).reshape(8, 8)
