@@ -175,7 +175,7 @@ def _split_registered(value: Any) -> Node:
     pairs = list(pairs)
     texts = [entry_text(entry) for entry, _ in pairs]
     kinds = [_KEY_TYPES.get(type(entry), 0) for entry, _ in pairs]
-    keys = [(_utf8(text), key_type or _NAME) for text, key_type in zip(texts, kinds, strict=True)]
+    keys = [(_utf8(name), key_type or _NAME) for name, key_type in zip(texts, kinds, strict=True)]
     segments = distinct(texts)
 
     def record(records: list[Any]) -> Any:
@@ -234,23 +234,29 @@ def _segments(keys: list[Any]) -> tuple[list[str], list[tuple[str, int]]]:
     """Parts of leaf names and Orbax's keys for the keys of a dict."""
     several = len({type(key) for key in keys}) > 1
     segments = [
-        f"~{type(key).__name__}:{escape(str(key))}"
+        f"~{type(key).__name__}:{escape(text(key))}"
         if several and type(key) is not str
-        else escape(str(key))
+        else escape(text(key))
         for key in keys
     ]
-    return distinct(segments, escaped=True), [(_utf8(str(key)), _NAME) for key in keys]
+    return distinct(segments, escaped=True), [(_utf8(text(key)), _NAME) for key in keys]
 
 
 def distinct(texts: Iterable[str], *, escaped: bool = False) -> list[str]:
     """Escaped texts, with a number behind each that stood before."""
     segments: dict[str, None] = {}
-    for text in texts:
-        segment = text if escaped else escape(text)
+    for name in texts:
+        segment = name if escaped else escape(name)
         while segment in segments:
             segment = f"{segment}~{len(segments)}"
         segments[segment] = None
     return list(segments)
+
+
+def text(key: Any) -> str:
+    """The text of a dict key, as Orbax takes it."""
+    # Python refuses to write numbers of very many digits.
+    return hex(key) if type(key) is int and key.bit_length() > 1024 else str(key)
 
 
 def entry_text(entry: Any) -> str:
@@ -259,7 +265,7 @@ def entry_text(entry: Any) -> str:
     if kind is GetAttrKey:
         return str(entry.name)
     if kind is DictKey or kind is FlattenedIndexKey:
-        return str(entry.key)
+        return text(entry.key)
     return str(entry.idx) if kind is SequenceKey else str(entry)
 
 

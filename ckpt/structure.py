@@ -33,7 +33,7 @@ import jax
 
 from ckpt import plain
 from ckpt.errors import CheckpointError, Damaged, Unsupported
-from ckpt.nodes import FACTORIES, child_name, distinct, entry_text, escape, look_up, place
+from ckpt.nodes import FACTORIES, child_name, distinct, entry_text, escape, look_up, place, text
 
 MAX_DEPTH = 128
 """Levels of a tree; keeps the record below the nesting that Python's JSON reader accepts."""
@@ -61,7 +61,7 @@ def join(record: Any, leaf: Callable[[Any, str], Any], name: str = "", depth: in
         keys = [_key(pair[0], name) for pair in pairs]
         if len(pairs) != len(items) or len(set(keys)) != len(keys):
             raise Damaged(f"structure record: wanted distinct keys at {place(name)}")
-        texts = (escape(str(key)) for key in keys)
+        texts = (escape(text(key)) for key in keys)
         children = join_all(zip(texts, (child for _, child in pairs), strict=True))
         return list(zip(keys, children, strict=True))
 
