@@ -1,0 +1,94 @@
+"""FORMAT.md says what the code does: its examples parse, and come out again as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt import layout
+from ckpt.steps import Manifest
+
+DOCUMENT = Path(ckpt.__file__).with_name("FORMAT.md").read_text()
+EXAMPLES = dict(re.findall(r"```json (\w+)\n(.*?)\n```", DOCUMENT, re.DOTALL))
+
+
+def sealed(name: str) -> bytes:
+    return layout.seal(json.loads(EXAMPLES[name]))
+
+
+def test_every_example_is_tested() -> None:
+    assert set(EXAMPLES) == {"part", "manifest", "marker", "claim", "decision"}
+
+
+def test_part() -> None:
+    part = layout.Part.parse(sealed("part"), "example")
+    assert (part.process, part.processes, part.size_bytes) == (0, 2, 12288)
+    assert part.emit() == sealed("part")
+
+
+def test_marker() -> None:
+    marker = layout.Marker.parse(sealed("marker"), "example")
+    assert (marker.id.step, marker.id.branch, marker.id.attempt) == (40, 1, 3)
+    assert marker.emit() == sealed("marker")
+
+
+def test_claim() -> None:
+    claim = layout.parse_claim(sealed("claim"), "example")
+    assert (claim.attempt, claim.kind) == (5, "rewind")
+    assert layout.emit_claim(claim) == sealed("claim")
+
+
+def test_decision() -> None:
+    decision = layout.parse_decision(sealed("decision"), "example")
+    assert decision.skips == {"data": [(15360, 16384)]}
+    assert layout.emit_decision(decision) == sealed("decision")
+
+
+def test_manifest() -> None:
+    manifest = Manifest.parse(sealed("manifest"), "example")
+    assert manifest.id.step == 40
+    assert manifest.images[0].size_bytes == 12288
+    assert manifest.data["data"]["state"] == {"next_example": 10240}
+
+
+@pytest.mark.parametrize(
+    ("name", "in_words"),
+    [
+        (layout.claim_name(7), "attempts/<n>.json"),
+        (layout.decision_name(7), "attempts/<n>.from.json"),
+        (layout.step_name(2, 40), "branch-<b>/<step>/"),
+        (layout.making_name(2, 40, 7), "branch-<b>/<step>.orbax-checkpoint-tmp-a<n> "),
+        (layout.deleted_name(2, 40, 7), "branch-<b>/<step>.orbax-checkpoint-tmp-a<n>-deleted"),
+        (layout.aside_name(2, 40, 7), "branch-<b>/<step>.orbax-checkpoint-tmp-a<n>-aside"),
+        (layout.part_name(7, 1), "part-a<n>-p<i>.json"),
+        (layout.image_name(7, 1), "state/d/a<n>-p<i>.image"),
+        (layout.index_name(7), "state/d/a<n>.index"),
+        (layout.MARKER, "commit_success.txt"),
+        (layout.MANIFEST, "manifest.json"),
+        (layout.TREE, "tree.json"),
+    ],
+)
+def test_names_stand_in_the_map(name: str, in_words: str) -> None:
+    assert in_words in DOCUMENT
+    pattern = re.escape(in_words.strip(" /"))
+    for variable in ("n", "b", "step", "i"):
+        pattern = pattern.replace(f"<{variable}>", r"\d+")
+    assert re.fullmatch(pattern, name), (name, pattern)
+
+
+def test_the_version_stands_there() -> None:
+    assert f"Format version **{layout.FORMAT}**" in DOCUMENT
+
+
+@pytest.mark.parametrize("flip", range(0, 8))
+def test_a_flipped_bit_breaks_the_seal(flip: int) -> None:
+    good = sealed("decision")
+    for at in range(len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 1 << flip
+        with pytest.raises((ckpt.Damaged, ckpt.Unsupported)):
+            layout.parse_decision(bytes(bad), "example")
