@@ -493,7 +493,8 @@ def test_a_function_of_batches_that_fails_keeps_its_error():
     pipe = Pipeline(Records(20), batch_size=4, seed=1).map_batch(choke, version="2")
     with pytest.raises(KeyError, match="tokens") as caught:
         next(pipe.iterator())
-    assert caught.value.__notes__ == ["in .map_batch 2 of the batch of examples 0 to 3"]
+    # Grain, once it is imported, adds a note of its own.
+    assert "in .map_batch 2 of the batch of examples 0 to 3" in caught.value.__notes__
 
 
 def test_a_function_cannot_end_the_data_by_accident():
