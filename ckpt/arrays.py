@@ -6,6 +6,7 @@ every chunk that was read is verified; a chunk that no image holds is damage, ne
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ __all__ = ["ImageFile", "Report", "Request", "read_arrays"]
 Images = Sequence[tuple[Header, ImageFile]]
 Progress = Callable[[int, int], None]
 """Told the bytes done, and the bytes in all."""
+
+_FEW_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ class _Leaf:
         if self.sharding is not None:
             self.boxes = boxes(self.spec.shape, self.dtype, self.sharding, self.name)
         self.nbytes = sum(map(_count, self.boxes)) * self.dtype.itemsize
-        self._parts: dict[Box, np.ndarray] = {}
+        self._buffers: list[np.ndarray] = []
         self._found: dict[tuple[int, ...], tuple[int, int]] = {}
         self.missing = self._find()
 
@@ -228,16 +231,10 @@ class _Leaf:
         """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
         for box in self.boxes:
             shape = [stop - start for start, stop in box]
-            self._parts[box] = aligned_empty(shape, self.dtype, ALIGNMENT_BYTES)
-        if len(self._found) == 1 and len(self.boxes) == 1:
-            only = self.boxes[0]  # the case of most leaves: one chunk that is the array
-            if only == whole(self.spec.shape) and self.spec.shape == self.spec.chunk_shape:
-                return [self._chunk((0,) * len(only), _bytes_of(self._parts[only]), ())]
-        users: dict[tuple[int, ...], list[Box]] = {}
-        for box in self.boxes:
-            for cell in _walk(self._cells(box)):
-                users.setdefault(cell, []).append(box)
-        return [self._chunk(cell, *self._targets(cell, users[cell])) for cell in users]
+            self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
+        find_uses = _remembered_uses if len(self._found) <= _FEW_CHUNKS else _uses
+        uses = find_uses(self.spec.chunk_shape, self.boxes)
+        return [self._chunk(cell, parts) for cell, parts in uses.items()]
 
     @property
     def chunk_bytes(self) -> int:
@@ -246,19 +243,20 @@ class _Leaf:
 
     def release(self) -> None:
         """Forget the buffers; what was made of them keeps them as long as it needs them."""
-        self._parts = {}
+        self._buffers = []
 
     def on_host(self) -> np.ndarray:
-        return next(iter(self._parts.values()))
+        return self._buffers[0]
 
     def on_devices(self) -> HostLeaf:
         assert self.sharding is not None
-        return HostLeaf(self.name, self.spec.shape, self.dtype, self.sharding, self._parts)
+        parts = dict(zip(self.boxes, self._buffers, strict=True))
+        return HostLeaf(self.name, self.spec.shape, self.dtype, self.sharding, parts)
 
     def _find(self) -> list[str]:
         """Look up the cells that are needed; what no image holds, as lines for the error."""
         rows = self._catalog.rows(self._request)
-        needed = sum(math.prod(map(len, self._cells(box))) for box in self.boxes)
+        needed = sum(math.prod(map(len, _cells(self.spec.chunk_shape, box))) for box in self.boxes)
         if needed == 0:
             return []
         if math.prod(self.spec.grid) == 1:
@@ -271,7 +269,7 @@ class _Leaf:
         # A header may speak of more chunks than there are; so walk no further than what is held.
         missing: list[str] = []
         for box in self.boxes:
-            for cell in _walk(self._cells(box)):
+            for cell in _walk(_cells(self.spec.chunk_shape, box)):
                 if cell in held:
                     self._found[cell] = held[cell]
                 elif len(missing) < LISTED:
@@ -286,42 +284,23 @@ class _Leaf:
             grid = self._catalog.headers[image].columns.grid[some, : len(self.spec.shape)]
             inside = np.zeros(len(some), bool)
             for box in self.boxes:
-                cells = self._cells(box)
+                cells = _cells(self.spec.chunk_shape, box)
                 start, stop = [c.start for c in cells], [c.stop for c in cells]
                 inside |= ((grid >= start) & (grid < stop)).all(axis=1)
             for cell, row in zip(grid[inside].tolist(), some[inside].tolist(), strict=True):
                 held.setdefault(tuple(cell), (image, row))
         return held
 
-    def _cells(self, box: Box) -> list[range]:
-        return [
-            range(start // step, -(-stop // step)) if stop > start else range(0)
-            for (start, stop), step in zip(box, self.spec.chunk_shape, strict=True)
-        ]
-
-    def _targets(
-        self, cell: tuple[int, ...], users: Sequence[Box]
-    ) -> tuple[np.ndarray | None, tuple[Copy, ...]]:
-        """The range of a buffer that is this chunk, if there is one, and what else to copy."""
-        chunk = tuple(
-            (i * n, (i + 1) * n) for i, n in zip(cell, self.spec.chunk_shape, strict=True)
-        )
-        direct, copies = None, []
-        for box in users:
-            buffer = self._parts[box]
-            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(chunk, box, strict=True)]
-            target = buffer[_index(shared, box)]
-            if direct is None and tuple(shared) == chunk and is_range(target.shape, buffer.shape):
-                direct = _bytes_of(target)
-            else:
-                copies.append(Copy(target, _index(shared, chunk)))
-        return direct, tuple(copies)
-
-    def _chunk(
-        self, cell: tuple[int, ...], direct: np.ndarray | None, copies: tuple[Copy, ...]
-    ) -> Chunk:
+    def _chunk(self, cell: tuple[int, ...], uses: Sequence[_Use]) -> Chunk:
         image, row = self._found[cell]
         columns = self._catalog.headers[image].columns
+        direct, copies = None, []
+        for use in uses:
+            target = self._buffers[use.box][use.target]
+            if use.in_place and direct is None:
+                direct = target.reshape(-1).view(np.uint8)
+            else:
+                copies.append(Copy(target, use.part))
         return Chunk(
             image=image,
             row=row,
@@ -329,10 +308,54 @@ class _Leaf:
             offset=int(columns.offset[row]),
             nbytes=int(columns.nbytes[row]),
             direct=direct,
-            copies=copies,
+            copies=tuple(copies),
             shape=self.spec.chunk_shape,
             dtype=self.dtype,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A part of a chunk that a box needs: number of the box, index in it, index in the chunk.
+
+    `in_place`: it is the whole chunk, in one piece of the box's buffer.
+    """
+
+    box: int
+    target: tuple[Any, ...]
+    part: tuple[Any, ...]
+    in_place: bool
+
+
+_Uses = dict[tuple[int, ...], list[_Use]]
+
+
+def _uses(chunk_shape: tuple[int, ...], wanted: tuple[Box, ...]) -> _Uses:
+    """What each chunk that is needed is needed for, by cell; pure."""
+    found: _Uses = {}
+    for number, box in enumerate(wanted):
+        shape = tuple(stop - start for start, stop in box)
+        for cell in _walk(_cells(chunk_shape, box)):
+            chunk = tuple((i * n, (i + 1) * n) for i, n in zip(cell, chunk_shape, strict=True))
+            shared = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(chunk, box, strict=True)
+            )
+            in_place = shared == chunk and is_range(chunk_shape, shape)
+            use = _Use(number, _index(shared, box), _index(shared, chunk), in_place)
+            found.setdefault(cell, []).append(use)
+    return found
+
+
+_remembered_uses = functools.lru_cache(maxsize=1024)(_uses)
+"""Models have many leaves of one shape."""
+
+
+def _cells(chunk_shape: tuple[int, ...], box: Box) -> list[range]:
+    """The chunks that a box touches, along each axis."""
+    return [
+        range(start // step, -(-stop // step)) if stop > start else range(0)
+        for (start, stop), step in zip(box, chunk_shape, strict=True)
+    ]
 
 
 def _walk(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
@@ -349,11 +372,6 @@ def _index(part: Sequence[tuple[int, int]], inside: Box) -> tuple[Any, ...]:
     """The part as an index; with the ellipsis it gives a view also where there is no dimension."""
     slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(part, inside, strict=True))
     return (*slices, ...)
-
-
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous array as u8, sharing its memory."""
-    return array.reshape(-1).view(np.uint8)
 
 
 def _count(box: Box) -> int:

@@ -6,6 +6,7 @@ belongs to the array from then on; JAX does not let a donating computation overw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +54,17 @@ def boxes(
             "set jax_enable_x64, or restore it to the host without a sharding"
         )
     try:
-        places = sharding.addressable_devices_indices_map(shape)
-        sharding.shard_shape(shape)
+        return _boxes(shape, sharding)
     except (ValueError, IndexError) as error:
         line = f"{name}: wanted {sharding}, found shape {list(shape)}"
         raise Mismatch("a sharding does not fit the saved array", [line]) from error
-    return tuple(
-        dict.fromkeys(_box(index, shape) for index in places.values() if index is not None)
-    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> tuple[Box, ...]:
+    sharding.shard_shape(shape)
+    places = sharding.addressable_devices_indices_map(shape).values()
+    return tuple(dict.fromkeys(_box(index, shape) for index in places if index is not None))
 
 
 def place(leaves: Sequence[HostLeaf]) -> list[jax.Array]:
