@@ -141,6 +141,22 @@ class EmptySpec:
         raise Damaged(f"tree record: wanted an empty node, found {str(value)[:200]}")
 
 
+def specs_from_json(value: Any) -> tuple[LeafSpec, ...]:
+    """The specs of a tree from the list of what `to_json` gave for each, through JSON.
+
+    Raises:
+        Damaged: anything else, or two leaves of one name or param.
+        Unsupported: a dtype that this release does not know.
+    """
+    if not isinstance(value, list):
+        raise Damaged(f"tree record: wanted a list of leaves, found {str(value)[:200]}")
+    specs = tuple(map(LeafSpec.from_json, value))
+    for field in ("name", "param"):
+        if len({getattr(spec, field) for spec in specs}) != len(specs):
+            raise Damaged(f"tree record: two leaves have one {field}")
+    return specs
+
+
 def storage_view(array: np.ndarray, spec: LeafSpec) -> np.ndarray:
     """A logical array, or a shard of it, as it lies in the image: C order, little-endian.
 

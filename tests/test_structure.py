@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tree_cases import TREES, Dense, Keyed, round_trip, same
 
 from ckpt.errors import CheckpointError, Damaged, Misuse, Unsupported
-from ckpt.leaves import LeafSpec
+from ckpt.leaves import LeafSpec, specs_from_json
 from ckpt.tree import flatten, unflatten, with_structure_of
 from ckpt.values import revive
 
@@ -199,7 +199,7 @@ def test_no_damaged_record_crashes_the_reader(tree: Any, data: st.DataObject) ->
     node, key = data.draw(st.sampled_from(places))
     node[key] = data.draw(JSON)
     with contextlib.suppress(CheckpointError):
-        specs = [LeafSpec.from_json(value) for value in list(record[1] or [])]
+        specs = specs_from_json(record[1])
         unflatten({"version": 1, "tree": record[0]}, [0] * len(specs))
         for spec in specs:
             revive(None, spec)
