@@ -45,7 +45,7 @@ class ArrayRecordSource(Source):
             counts = list(pool.map(_count, self._files))
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self._digests: list[tuple[str, str]] | None = None
-        self._readers = self._handles()
+        self._readers = _handles()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -99,7 +99,7 @@ class ArrayRecordSource(Source):
         self._readers.close()
 
     def _read_file(self, number: int, positions: list[int]) -> list[bytes]:
-        reader = self._readers.get(number)
+        reader = self._readers.get(number, self._open)
         try:
             records: list[bytes] = reader.read(positions)
         except RuntimeError:
@@ -142,17 +142,12 @@ class ArrayRecordSource(Source):
             )
         return reader
 
-    def _handles(self) -> Handles[Any]:
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = 65536 if allowed == resource.RLIM_INFINITY else allowed // 2
-        return Handles(self._open, limit)
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_readers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._readers = self._handles()
+        self._readers = _handles()
 
 
 def write_array_record(
@@ -194,6 +189,11 @@ def _writing(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise StoreFailed(f"{name}: cannot be written ({error})") from error
+
+
+def _handles() -> Handles[Any]:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Handles(65536 if allowed == resource.RLIM_INFINITY else allowed // 2)
 
 
 def _count(file: File) -> int:

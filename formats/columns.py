@@ -66,7 +66,7 @@ def fill_scalar(kind: pa.DataType, value: Any) -> pa.Scalar:
 
 
 def convert(array: pa.Array, column: Column, fill: pa.Scalar | None) -> np.ndarray | list[Any]:
-    """The n rows of `array` as `column` says, in memory of their own.
+    """The n rows of `array` as `column` says; an `array` column may share memory with it.
 
     Raises: NullFound for a null in an `array` column, or inside a row of a `ragged` one, without
     `fill`.
@@ -150,7 +150,7 @@ def _dense(
         raise NullFound("holds a null")
     if not shape:
         whole = pc.fill_null(array, fill) if array.null_count else array
-        return np.array(whole.to_numpy(zero_copy_only=False), dtype=dtype)
+        return np.asarray(whole.to_numpy(zero_copy_only=False), dtype=dtype)
     valid = len(array) - array.null_count
     inner = _plain(array.flatten())  # leaves out the values of null rows
     values = _dense(inner, dtype, shape[1:], fill).reshape((valid, *shape))
@@ -164,7 +164,7 @@ def _dense(
 def _ragged(array: pa.Array, dtype: str, fill: pa.Scalar | None) -> list[Any]:
     """Lists of numbers as 1-D arrays, views of one block; a null list is None."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    values = _dense(_plain(array.flatten()), dtype, (), fill)
+    values = np.array(_dense(_plain(array.flatten()), dtype, (), fill))  # Arrow's is read-only
     ends = np.cumsum(lengths, dtype=np.int64)
     rows: list[Any] = np.split(values, ends[:-1]) if len(array) else []
     if array.null_count:

@@ -95,7 +95,7 @@ class ParquetSource(Source):
 
     def _start(self) -> None:
         """Begin with no open file and nothing decoded."""
-        self._handles: Handles[_OpenFile] = Handles(self._open, _OPEN_FILES)
+        self._handles: Handles[_OpenFile] = Handles(_OPEN_FILES)
         self._decoded = _Decoded(self._cache_bytes)
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class ParquetSource(Source):
     def _group(self, part: int, positions: np.ndarray) -> pa.Table:
         """One decoded row group, the columns that are read."""
         number, group = self._groups[part].tolist()
-        opened = self._handles.get(number)
+        opened = self._handles.get(number, self._open)
         cached = self._decoded.get(part)
         if cached is not None:
             return cached
@@ -262,9 +262,8 @@ class _OpenFile:
 
     def decode(self, group: int, columns: list[str]) -> pa.Table:
         """A row group as a table of one chunk per column."""
-        # A name also selects columns that begin with it and a dot, so pick once more.
         table = self.parquet.read_row_group(group, columns=columns, use_threads=False)
-        return table.select(columns).combine_chunks()
+        return table.combine_chunks()
 
 
 @final

@@ -123,8 +123,7 @@ class Handles(Generic[T]):
     A handle that falls out is closed when its last user lets go of it.
     """
 
-    def __init__(self, opener: Callable[[int], T], limit: int) -> None:
-        self._opener = opener
+    def __init__(self, limit: int) -> None:
         self._limit = max(1, limit)
         self._start()
 
@@ -134,7 +133,7 @@ class Handles(Generic[T]):
         self._closed = False
         self._pid = os.getpid()
 
-    def get(self, number: int) -> T:
+    def get(self, number: int, opener: Callable[[int], T]) -> T:
         """The open handle of file `number`, opened at need."""
         if self._pid != os.getpid():
             was_closed = self._closed
@@ -147,7 +146,7 @@ class Handles(Generic[T]):
             if handle is not None:
                 self._open[number] = handle
                 return handle
-        handle = self._opener(number)
+        handle = opener(number)
         with self._lock:
             kept = self._open.setdefault(number, handle)
             while len(self._open) > self._limit:

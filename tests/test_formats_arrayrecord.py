@@ -132,8 +132,11 @@ def test_other_processes_open_their_own_files(tmp_path, method):
     wanted = [records[row] for row in rows]
     context = multiprocessing.get_context(method)
     child = context.Process(target=_child, args=(source, rows, wanted))
-    child.start()
+    with source._readers._lock:  # as if another thread were reading
+        child.start()
     child.join(60)
+    child.kill()  # does nothing to one that has ended
+    child.join()
     assert child.exitcode == 0
     assert source.read(rows) == wanted
 
