@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
 import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +100,12 @@ class CheckpointManager:
         """Newest step saved or restored by this attempt, with its data states."""
         self._last_pending: Pending | None = None
         self._superseded: Superseded | None = None
+        """Raised by every later call: there is no way on for this manager."""
+        self._unheard: list[CheckpointError] = []
+        """Errors of the background that belong to no Pending."""
         self._closed = False
+        # A trainer that ends without close() must not lose its last save.
+        atexit.register(_close_quietly, weakref.ref(self))
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -274,6 +281,7 @@ class CheckpointManager:
         if not force and not self.should_save(step):
             return None
         self._raise_background_errors()
+        self._must_be_open()
         attempt = self._begin()
         if self._last is not None and step <= self._last[0]:
             return self._saved_already(step)
@@ -379,7 +387,7 @@ class CheckpointManager:
             place = self._arena_directory
             if place is None:
                 place = default_directory(self.location, self._processes.index)
-                for stale in remove_stale(place.parent.parent):
+                for stale in remove_stale(place.parent):
                     _log.info("freed %d bytes of a dead run at %s", *_freed(stale))
             self._arena = Arena(place, owner={"run": self.location}, slots=self._slots)
 
@@ -399,15 +407,17 @@ class CheckpointManager:
         self._pending.clear()
 
     def _raise_background_errors(self) -> None:
-        if self._superseded is not None:
-            raise self._superseded
-        for pending in self._pending:
-            error = pending.unheard_error
-            if error is not None:
-                if isinstance(error, Superseded):
-                    self._superseded = error
+        """Raise the oldest error of the background that nobody has been told."""
+        done = [pending for pending in self._pending if pending._done.is_set()]
+        for pending in done:
+            if isinstance(pending._error, Superseded):
+                self._superseded = pending._error
+        for pending in done:
+            if (error := pending.unheard_error) is not None:
                 raise error
-        self._pending = [pending for pending in self._pending if not pending._done.is_set()]
+            self._pending.remove(pending)
+        if self._unheard:
+            raise self._unheard.pop(0)
 
     def _committed(self, job: Job, figures: dict[str, Any]) -> None:
         """Writer thread of process 0, after a step was acknowledged: figures and retention."""
@@ -419,6 +429,7 @@ class CheckpointManager:
                 self._note({"event": "delete", "step": step.step}, job.id.attempt)
         except Superseded as error:
             self._superseded = error
+            self._unheard.append(error)
         except CheckpointError as error:
             # The step is safe; what was to go stays until the next save.
             _log.warning("%s: retention: %s", self.location, error)
@@ -450,6 +461,16 @@ class CheckpointManager:
             raise Misuse(f"{self.location}: the manager is closed")
         if self._superseded is not None:
             raise self._superseded
+
+
+def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
+    """At the end of the interpreter: finish what is in flight, and shout if that fails."""
+    manager = reference()
+    if manager is not None and not manager._closed:
+        try:
+            manager.close()
+        except CheckpointError:
+            _log.exception("%s: a save failed and nobody asked for it", manager.location)
 
 
 def _freed(stale: Any) -> tuple[int, Path]:

@@ -46,6 +46,8 @@ def save(
     with CheckpointManager(location, slots=1) as manager:
         newest = manager.latest_step()
         number = (0 if newest is None else newest + 1) if step is None else check_step_number(step)
+        if newest is not None and number <= newest:
+            raise Misuse(f"{location}: step {number} is not above the newest, {newest}")
         manager._start(Wish("resume", load_values=False))
         pending = manager.save(number, state, data=data, metrics=metrics, extra=extra, force=True)
         assert pending is not None
