@@ -10,23 +10,19 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 import xxhash
 
-from ckpt import commit, layout, retention, snapshot, states, tree
+from ckpt import commit, layout, snapshot, states, tree
 from ckpt.arena import Arena, default_directory, remove_stale
 from ckpt.environment import environment
-from ckpt.errors import (
-    CheckpointError,
-    Misuse,
-    StoreFailed,
-    Superseded,
-)
-from ckpt.lineage import Lineage, StepId, choose
+from ckpt.errors import CheckpointError, Misuse, Superseded
+from ckpt.keeper import Keeper
+from ckpt.lineage import StepId, choose
 from ckpt.processes import TIMEOUT_S, Processes, of_run
 from ckpt.reader import (
     MISSING,
@@ -36,7 +32,7 @@ from ckpt.reader import (
 )
 from ckpt.retention import Best, Keep
 from ckpt.start import Start, Started, Wish
-from ckpt.store import FileStore, Store, open_store
+from ckpt.store import Store, open_store
 from ckpt.writer import TIER, Job, Pending, Writer
 
 Json = Any
@@ -84,6 +80,7 @@ class CheckpointManager:
         self.tier = tier if isinstance(tier, Shared) else Shared(tier)
         self._store: Store = open_store(self.tier.location)
         self._reader = Reader(self._store)
+        self._keeper = Keeper(self._store, self.tier.keep, self._now_superseded)
         run = xxhash.xxh3_64_hexdigest(self._store.location.encode())
         _instances[run] += 1
         self._processes: Processes = of_run(f"{run}-{_instances[run]}")
@@ -394,7 +391,7 @@ class CheckpointManager:
     def _own_writer(self) -> Writer:
         if self._writer is None:
             self._writer = Writer(
-                self._store, self._processes, self._committed, timeout_s=self._timeout_s
+                self._store, self._processes, self._keeper.saved, timeout_s=self._timeout_s
             )
         return self._writer
 
@@ -419,42 +416,9 @@ class CheckpointManager:
         if self._unheard:
             raise self._unheard.pop(0)
 
-    def _committed(self, job: Job, figures: dict[str, Any]) -> None:
-        """Writer thread of process 0, after a step was acknowledged: figures and retention."""
-        self._note({"event": "save", "step": job.id.step, **figures}, job.id.attempt)
-        _log.info("%s: saved %s: %s", self.location, job.id, figures)
-        try:
-            for step in self._doomed(job.line):
-                commit.delete_step(self._store, step, owner=job.id.attempt)
-                self._note({"event": "delete", "step": step.step}, job.id.attempt)
-        except Superseded as error:
-            self._superseded = error
-            self._unheard.append(error)
-        except CheckpointError as error:
-            # The step is safe; what was to go stays until the next save.
-            _log.warning("%s: retention: %s", self.location, error)
-            self._note({"event": "retention failed", "error": str(error)}, job.id.attempt)
-
-    def _doomed(self, line: Lineage) -> Iterable[StepId]:
-        listing = self._reader.listing()
-        found = sorted(s for s in listing.steps if any(r.holds(s) for r in line))
-        metrics: dict[int, Mapping[str, float]] = {}
-        if self.tier.keep.best is not None:
-            for step in found:
-                if step.attempt:
-                    metrics[step.step] = self._reader.manifest(step).metrics or {}
-        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
-        pinned = [step for step in found if (step.branch, step.step) in pins]
-        return retention.doomed(self.tier.keep, line, found, metrics=metrics, pinned=pinned)
-
-    def _note(self, event: dict[str, Any], attempt: int) -> None:
-        """A line in the log of the attempt; nothing depends on it."""
-        if isinstance(self._store, FileStore):
-            line = json.dumps({"time_ns": time.time_ns(), **event}, sort_keys=True) + "\n"
-            try:
-                self._store.append(f"{layout.LOG}/a{attempt}.jsonl", line.encode())
-            except StoreFailed as error:
-                _log.warning("%s: log: %s", self.location, error)
+    def _now_superseded(self, error: Superseded) -> None:
+        self._superseded = error
+        self._unheard.append(error)
 
     def _must_be_open(self) -> None:
         if self._closed:

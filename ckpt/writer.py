@@ -113,7 +113,7 @@ class Writer:
     """Works off jobs in order.
 
     Args:
-        committed: called on process 0 after a step is acknowledged (retention, log).
+        committed: called on process 0 after a step is acknowledged.
         timeout_s: how long process 0 waits for the parts of the others.
     """
 
@@ -121,7 +121,7 @@ class Writer:
         self,
         store: Store,
         processes: Processes,
-        committed: Callable[[Job, dict[str, Any]], None],
+        committed: Callable[[StepId, Lineage, dict[str, Any]], None],
         *,
         timeout_s: float,
     ) -> None:
@@ -154,7 +154,7 @@ class Writer:
                 continue
             job.pending._finish()
             if figures is not None:
-                self._committed(job, figures)
+                self._committed(job.id, job.line, figures)
 
     def _write(self, job: Job) -> dict[str, Any] | None:
         """Returns the figures of the save on process 0, None elsewhere."""

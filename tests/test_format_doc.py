@@ -84,7 +84,7 @@ def test_the_version_stands_there() -> None:
     assert f"Format version **{layout.FORMAT}**" in DOCUMENT
 
 
-@pytest.mark.parametrize("flip", range(0, 8))
+@pytest.mark.parametrize("flip", range(8))
 def test_a_flipped_bit_breaks_the_seal(flip: int) -> None:
     good = sealed("decision")
     for at in range(len(good)):

@@ -314,9 +314,14 @@ def test_a_failed_save_is_never_lost(root: Path, broken_disk: list) -> None:
 
 def test_an_error_in_the_body_is_the_one_that_is_seen(root: Path, broken_disk: list) -> None:
     broken_disk.append("disk on fire")
-    with pytest.raises(ZeroDivisionError), manager(root) as m:
-        m.save(1, state_of(1))
-        raise ZeroDivisionError
+
+    def train():
+        with manager(root) as m:
+            m.save(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
 
 
 # --- one owner -------------------------------------------------------------------------------
@@ -356,7 +361,7 @@ def test_a_newer_attempt_supersedes(root: Path) -> None:
 
 
 def test_a_step_that_is_in_the_way_and_counts_for_nothing(root: Path) -> None:
-    """A store that listed late can leave one: the new attempt moves it aside, the next removes it."""
+    """A store that listed late can leave one: it is moved aside, and removed by the next attempt."""
     with manager(root) as m:
         m.resume()
         save_steps(m, [1, 2])

@@ -1,0 +1,72 @@
+"""After a step is acknowledged: its figures into the log of the attempt, and retention.
+
+Runs on process 0, in the writer's thread; nothing that fails here touches the step that was saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from ckpt import attempts, commit, layout, retention
+from ckpt.errors import CheckpointError, StoreFailed, Superseded
+from ckpt.lineage import Lineage, StepId, counting
+from ckpt.retention import Keep
+from ckpt.steps import read_manifest
+from ckpt.store import FileStore, Store
+
+_log = logging.getLogger("ckpt")
+
+
+@final
+class Keeper:
+    """Deletes what `keep` gives up, and writes down what happened.
+
+    Args:
+        superseded: told when a newer attempt owns the run.
+    """
+
+    def __init__(self, store: Store, keep: Keep, superseded: Callable[[Superseded], None]) -> None:
+        self._store = store
+        self._keep = keep
+        self._superseded = superseded
+
+    def saved(self, step: StepId, line: Lineage, figures: dict[str, Any]) -> None:
+        """A step of the attempt with lineage `line` was acknowledged."""
+        where, attempt = self._store.location, step.attempt
+        self._note({"event": "save", "step": step.step, **figures}, attempt)
+        _log.info("%s: saved %s: %s", where, step, figures)
+        try:
+            for old in self.doomed(line):
+                commit.delete_step(self._store, old, owner=attempt)
+                self._note({"event": "delete", "step": old.step}, attempt)
+        except Superseded as error:
+            self._superseded(error)
+        except CheckpointError as error:
+            # What was to go stays until the next save.
+            _log.warning("%s: retention: %s", where, error)
+            self._note({"event": "retention failed", "error": str(error)}, attempt)
+
+    def doomed(self, line: Lineage) -> list[StepId]:
+        """The steps of a lineage that may go now."""
+        found = counting(line, attempts.list_run(self._store).steps)
+        metrics: dict[int, Mapping[str, float]] = {}
+        if self._keep.best is not None:
+            for step in found:
+                if step.attempt:
+                    metrics[step.step] = read_manifest(self._store, step).metrics or {}
+        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
+        pinned = [step for step in found if (step.branch, step.step) in pins]
+        return retention.doomed(self._keep, line, found, metrics=metrics, pinned=pinned)
+
+    def _note(self, event: dict[str, Any], attempt: int) -> None:
+        """A line in the log of the attempt; nothing depends on it."""
+        if isinstance(self._store, FileStore):
+            line = json.dumps({"time_ns": time.time_ns(), **event}, sort_keys=True) + "\n"
+            try:
+                self._store.append(f"{layout.LOG}/a{attempt}.jsonl", line.encode())
+            except StoreFailed as error:
+                _log.warning("%s: log: %s", self._store.location, error)
