@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import formats
+from formats.columns import NullFound, convert, describe
 from formats.files import find
 
 SEED = 11
@@ -341,6 +342,12 @@ def test_grain_takes_it_as_a_source(tmp_path):
     source = formats.open_source(write(tmp_path, {"x": np.arange(6), "s": list("abcdef")}))
     dataset = grain.MapDataset.source(source).map(lambda row: f"{row['x']}{row['s']}")
     assert list(dataset) == ["0a", "1b", "2c", "3d", "4e", "5f"]
+
+
+def test_a_null_among_the_values_of_a_dictionary_is_a_null():
+    array = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array([5, None], pa.int64()))
+    with pytest.raises(NullFound):
+        convert(array, describe("x", array.type), None)
 
 
 def test_where_and_numbers(tmp_path):
