@@ -361,7 +361,7 @@ def test_a_newer_attempt_supersedes(root: Path) -> None:
 
 
 def test_a_step_that_is_in_the_way_and_counts_for_nothing(root: Path) -> None:
-    """A store that listed late can leave one: it is moved aside, and removed by the next attempt."""
+    """A store that lists late can leave one: it is moved aside, and the next attempt removes it."""
     with manager(root) as m:
         m.resume()
         save_steps(m, [1, 2])
