@@ -7,8 +7,10 @@ The contract (every store must hold it, `tests/store_contract.py` asks):
 - `put_if_absent` has exactly one winner; the others get `AlreadyExists`.
 - `put` is atomic: a reader sees the old bytes or the new ones.
 - `move` is atomic and fails on an existing non-empty target; what it moved is gone from the source.
-- `NotFound` is raised for what is not there and for nothing else; every other failure of the
-  store is `StoreFailed`.
+- `write_image` leaves nothing behind when it fails.
+- `NotFound` is raised by what reads and moves, for what is not there and for nothing else; what is
+  there and is no file is `Damaged`; every other failure of the store is `StoreFailed`.
+- `delete` and `delete_tree` of what is absent are fine.
 """
 
 from __future__ import annotations
@@ -19,25 +21,20 @@ import errno
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import numpy as np
-
-from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
-
-PAGE_BYTES = 4096
-WINDOW_BYTES = 16 << 20
-"""Bytes of one bulk write: large enough for the disk, small enough to share among threads."""
+from ckpt import disk
+from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound
 
 SMALL_LIMIT_BYTES = 1 << 30
 """No small file of ours comes near this; a larger one is not read into memory."""
 
-_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}\Z")
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def read(self, key: str) -> bytes:
-        """The bytes of a small file. Raises NotFound."""
+        """The bytes of a small file. Raises NotFound, and Damaged for what can be none."""
 
     @abc.abstractmethod
     def list(self, prefix: str) -> list[Entry]:
@@ -130,12 +127,15 @@ class Store(abc.ABC):
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below a prefix; absent is fine."""
 
+    def clear_temporaries(self, prefix: str) -> None:  # noqa: B027 - most stores have none
+        """Remove what interrupted calls left below a prefix that nobody else writes to."""
+
     @abc.abstractmethod
     def move(self, source: str, target: str) -> None:
         """Rename a directory.
 
         Raises:
-            NotFound: no such source.
+            NotFound: no such directory.
             AlreadyExists: the target is there and not empty.
         """
 
@@ -145,7 +145,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def open_image(self, key: str) -> ImageReader:
-        """Open a large file for reading. Raises NotFound."""
+        """Open a large file for reading. Raises NotFound, Damaged."""
 
     def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, size in bytes) of every file below a prefix, sorted."""
@@ -164,9 +164,21 @@ def check_key(key: str) -> str:
         Misuse: it is not.
     """
     parts = key.split("/")
-    if not key or "\0" in key or any(part in ("", ".", "..") for part in parts):
-        raise Misuse(f"key {key!r}: wanted a relative path without empty, '.' or '..' components")
+    if "\0" in key or any(part in ("", ".", "..") for part in parts) or not _has_bytes(key):
+        raise Misuse(
+            f"key {key!r}: wanted a relative path of text without empty, '.' or '..' components"
+        )
+    if any(_TEMPORARY.search(part) for part in parts):
+        raise Misuse(f"key {key!r}: names that end like this are those of files in the making")
     return key
+
+
+def _has_bytes(key: str) -> bool:
+    try:
+        os.fsencode(key)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def open_store(location: str | os.PathLike[str]) -> Store:
@@ -204,46 +216,47 @@ class FileStore(Store):
         directories: dict[Path, None] = {}
         for key, data in files.items():
             path = self._path(key)
-            with _translated(path, len(data)):
-                self._make_directory(path.parent)
+            with disk.translated(path, len(data)):
+                disk.make_directory(path.parent)
                 temporary = _temporary(path)
                 try:
-                    _write_file(temporary, data)
+                    disk.write_new(temporary, data)
                     os.replace(temporary, path)
                 except BaseException:
                     _unlink(temporary)
                     raise
             directories[path.parent] = None
         for directory in directories:
-            with _translated(directory):
-                _sync_directory(directory)
+            with disk.translated(directory, 0):
+                disk.sync_directory(directory)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with _translated(path, len(data)):
-            self._make_directory(path.parent)
+        with disk.translated(path, len(data)):
+            disk.make_directory(path.parent)
             temporary = _temporary(path)
             try:
-                _write_file(temporary, data)
+                disk.write_new(temporary, data)
                 # A hard link is the one creation that is atomic, complete and exclusive at once.
                 os.link(temporary, path)
             except FileExistsError:
-                raise AlreadyExists(f"{path}: there already; left as it is") from None
+                # Network file systems may repeat a call whose answer was lost: then it was ours.
+                if os.stat(temporary).st_nlink != 2:
+                    raise AlreadyExists(f"{path}: there already; left as it is") from None
             finally:
                 _unlink(temporary)
-            _sync_directory(path.parent)
+            disk.sync_directory(path.parent)
 
     def append(self, key: str, data: bytes) -> None:
         """Add to a file that one writer keeps; whole lines survive a crash, the last may not."""
         path = self._path(key)
-        with _translated(path, len(data)):
-            self._make_directory(path.parent)
-            with open(path, "ab", buffering=0) as file:
-                file.write(data)
+        with disk.translated(path, len(data)):
+            disk.make_directory(path.parent)
+            disk.append(path, data)
 
     def read(self, key: str) -> bytes:
         path = self._path(key)
-        with _translated(path), open(path, "rb", buffering=0) as file:
+        with disk.translated(path), open(disk.open_file(path), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size > SMALL_LIMIT_BYTES:
                 raise Damaged(f"{path}: wanted a small file, found {size} bytes")
@@ -253,15 +266,18 @@ class FileStore(Store):
         path = self._path(prefix) if prefix else self._root
         found = []
         try:
-            with _translated(path), os.scandir(path) as entries:
+            with disk.translated(path), os.scandir(path) as entries:
                 for entry in entries:
                     if _TEMPORARY.search(entry.name):
                         continue
-                    is_dir = entry.is_dir(follow_symlinks=False)
                     try:
-                        size = 0 if is_dir else entry.stat(follow_symlinks=False).st_size
-                    except FileNotFoundError:
-                        continue
+                        # Links are followed: a branch may have been moved to another disk.
+                        is_dir = entry.is_dir()
+                        size = 0 if is_dir else entry.stat().st_size
+                    except OSError as error:
+                        if error.errno in (errno.ENOENT, errno.ELOOP):
+                            continue  # gone meanwhile, or a link that leads nowhere
+                        raise
                     found.append(Entry(entry.name, is_dir, size))
         except NotFound:
             return []
@@ -269,7 +285,7 @@ class FileStore(Store):
 
     def exists(self, key: str) -> bool:
         path = self._path(key)
-        with _translated(path):
+        with disk.translated(path):
             try:
                 os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -278,59 +294,72 @@ class FileStore(Store):
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with _translated(path):
+        with disk.translated(path):
             try:
                 os.unlink(path)
-            except FileNotFoundError:
+                disk.sync_directory(path.parent)
+            except (FileNotFoundError, NotADirectoryError):
                 return
-            _sync_directory(path.parent)
 
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
-        with _translated(path):
-            # A directory may vanish meanwhile: two attempts may clean up the same remains.
-            shutil.rmtree(path, onerror=_ignore_absent)
-            _sync_directory(path.parent)
+        with disk.translated(path):
+            if not path.is_dir():
+                return
+            if path.is_symlink():
+                _unlink(path)  # what it leads to is not below this prefix
+            else:
+                # A directory may vanish meanwhile: two attempts may clean up the same remains.
+                shutil.rmtree(path, onerror=_ignore_absent)
+            with contextlib.suppress(FileNotFoundError):
+                disk.sync_directory(path.parent)
+
+    def clear_temporaries(self, prefix: str) -> None:
+        path = self._path(prefix)
+        with disk.translated(path):
+            for directory, _, names in os.walk(path, onerror=_raise_unless_absent):
+                for name in names:
+                    if _TEMPORARY.search(name):
+                        _unlink(Path(directory, name))
 
     def move(self, source: str, target: str) -> None:
         old, new = self._path(source), self._path(target)
-        with _translated(old):
+        with disk.translated(old):
+            if not stat.S_ISDIR(os.stat(old).st_mode):
+                raise NotFound(f"{old}: no directory")
+            disk.make_directory(new.parent)
             try:
                 os.rename(old, new)
             except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+                if taken and os.path.lexists(new):
                     raise AlreadyExists(f"{new}: there already; left as it is") from None
                 raise
-            _sync_directory(new.parent)
+            disk.sync_directory(new.parent)
             if new.parent != old.parent:
-                _sync_directory(old.parent)
+                disk.sync_directory(old.parent)
 
     def write_image(self, key: str, data: memoryview) -> None:
         path = self._path(key)
-        with _translated(path, data.nbytes):
-            self._make_directory(path.parent)
+        with disk.translated(path, data.nbytes):
+            disk.make_directory(path.parent)
             # In place: the name carries the attempt, and no part names it before it is whole.
-            _write_bulk(path, data)
-            _sync_directory(path.parent)
+            try:
+                disk.write_bulk(path, data)
+                disk.sync_directory(path.parent)
+            except BaseException:
+                # On a full disk what was written must not stay in the way of everybody.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
 
     def open_image(self, key: str) -> ImageReader:
         path = self._path(key)
-        with _translated(path):
+        with disk.translated(path):
             return FileImage(path)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
-
-    def _make_directory(self, directory: Path) -> None:
-        """Create what is missing, and make each new name durable in its parent."""
-        missing = []
-        while not directory.exists():
-            missing.append(directory)
-            directory = directory.parent
-        for each in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(each)
-            _sync_directory(each.parent)
 
 
 @final
@@ -339,23 +368,18 @@ class FileImage(ImageReader):
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = disk.open_file(path)
         self.size_bytes = os.fstat(self._descriptor).st_size
 
     def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         pieces = [
-            (offset + start, buffer[start : start + WINDOW_BYTES])
+            (offset + start, buffer[start : start + disk.WINDOW_BYTES])
             for offset, whole in ranges
             for buffer in [whole.cast("B")]
-            for start in range(0, buffer.nbytes, WINDOW_BYTES)
+            for start in range(0, buffer.nbytes, disk.WINDOW_BYTES)
         ]
-        with _translated(Path(self.name)):
-            if len(pieces) == 1:
-                self._fill(*pieces[0])
-                return
-            with ThreadPoolExecutor(2) as pool:
-                for _ in pool.map(lambda piece: self._fill(*piece), pieces):
-                    pass
+        with disk.translated(Path(self.name)):
+            disk.by_two_threads(lambda piece: self._fill(*piece), pieces)
 
     def _fill(self, offset: int, buffer: memoryview) -> None:
         done = 0
@@ -388,107 +412,6 @@ def _ignore_absent(_function: object, _path: object, info: tuple) -> None:
         raise info[1]
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_bulk(path: Path, data: memoryview) -> None:
-    """O_DIRECT from page-aligned memory where the file system has it, else buffered windows."""
-    data = data.cast("B")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    aligned = np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES == 0 if data.nbytes else False
-    descriptor = -1
-    direct = False
-    if aligned:
-        try:
-            descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
-            direct = True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    if descriptor < 0:
-        descriptor = os.open(path, flags, 0o666)
-    try:
-        if data.nbytes:
-            with contextlib.suppress(OSError):
-                os.posix_fallocate(descriptor, 0, data.nbytes)
-        whole = data.nbytes - data.nbytes % PAGE_BYTES if direct else data.nbytes
-        _write_windows(descriptor, data[:whole], direct=direct)
-        if whole < data.nbytes:
-            # The unaligned tail cannot go out with O_DIRECT.
-            rest = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                _write_range(rest, data[whole:], whole)
-                os.fsync(rest)
-            finally:
-                os.close(rest)
-        os.fsync(descriptor)
-        if os.fstat(descriptor).st_size != data.nbytes:
-            raise OSError(errno.EIO, f"wrote {data.nbytes} bytes, the file has another size")
-    finally:
-        os.close(descriptor)
-
-
-def _write_windows(descriptor: int, data: memoryview, *, direct: bool) -> None:
-    starts = range(0, data.nbytes, WINDOW_BYTES)
-    if direct and len(starts) > 1:
-        with ThreadPoolExecutor(2) as pool:
-            for _ in pool.map(
-                lambda s: _write_range(descriptor, data[s : s + WINDOW_BYTES], s), starts
-            ):
-                pass
-        return
-    for start in starts:
-        _write_range(descriptor, data[start : start + WINDOW_BYTES], start)
-        if not direct:
-            # Keep writeback close behind, so that it does not pile up and stall the train step.
-            os.fdatasync(descriptor)
-
-
-def _write_range(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
-
-
-@contextlib.contextmanager
-def _translated(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
-    """OSError to the errors of this package, with the path and what can be done."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise NotFound(f"{error.filename or path}: not there") from error
-    except NotADirectoryError as error:
-        text = f"{path}: a parent of it is a file, wanted a directory"
-        raise (NotFound(text) if wanted_bytes is None else StoreFailed(text)) from error
-    except OSError as error:
-        raise StoreFailed(_explain(path, error, wanted_bytes)) from error
-
-
-def _explain(path: Path, error: OSError, wanted_bytes: int | None) -> str:
-    text = f"{path}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = ""
-        with contextlib.suppress(OSError):
-            parent = next(p for p in path.parents if p.exists())
-            free = f", {shutil.disk_usage(parent).free} bytes are free"
-        size = f" (writing {wanted_bytes} bytes{free})" if wanted_bytes is not None else ""
-        return f"{text}{size}; free space, keep fewer steps (Keep), or use another location"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{text}; this user needs write access to the location"
-    return text
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error

@@ -1,0 +1,189 @@
+"""The calls that touch a disk: durable, in plain sequence, with errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from ckpt.errors import Damaged, NotFound, StoreFailed
+
+PAGE_BYTES = 4096
+WINDOW_BYTES = 16 << 20
+"""Bytes of one bulk write: large enough for the disk, small enough to share among threads."""
+
+_Item = TypeVar("_Item")
+
+
+def make_directory(directory: Path) -> None:
+    """Create what is missing, and make each new name durable in its parent."""
+    missing = []
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each)
+        sync_directory(each.parent)
+
+
+def open_file(path: Path) -> int:
+    """A descriptor to read from. Raises Damaged for what is there and is no file."""
+    # Not blocking: a pipe under this name must not hold us up.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise Damaged(f"{path}: wanted a file, found {stat.filemode(mode)}")
+    return descriptor
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A file that was not there, durable but for its name."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file; not made durable."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bulk(path: Path, data: memoryview) -> None:
+    """O_DIRECT from page-aligned memory where the file system has it, else buffered windows."""
+    data = data.cast("B")
+    aligned = data.nbytes > 0 and np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES == 0
+    if aligned:
+        try:
+            _write_whole(path, data, direct=True)
+            return
+        except OSError as error:
+            # Refused when it is opened, or only by the first write, or after a short one.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    _write_whole(path, data, direct=False)
+
+
+def _write_whole(path: Path, data: memoryview, *, direct: bool) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
+    try:
+        if data.nbytes:
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(descriptor, 0, data.nbytes)
+        whole = data.nbytes - data.nbytes % PAGE_BYTES if direct else data.nbytes
+        _write_windows(descriptor, data[:whole], direct=direct)
+        if whole < data.nbytes:
+            # The unaligned tail cannot go out with O_DIRECT.
+            rest = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                _write_range(rest, data[whole:], whole)
+                os.fsync(rest)
+            finally:
+                os.close(rest)
+        os.fsync(descriptor)
+        found = os.fstat(descriptor).st_size
+        if found != data.nbytes:
+            raise OSError(errno.EIO, f"wrote {data.nbytes} bytes, the file has {found}")
+    finally:
+        os.close(descriptor)
+
+
+def _write_windows(descriptor: int, data: memoryview, *, direct: bool) -> None:
+    starts = range(0, data.nbytes, WINDOW_BYTES)
+    if direct:
+        by_two_threads(lambda s: _write_range(descriptor, data[s : s + WINDOW_BYTES], s), starts)
+        return
+    for start in starts:
+        _write_range(descriptor, data[start : start + WINDOW_BYTES], start)
+        # Keep writeback close behind, so that it does not pile up and stall the train step.
+        os.fdatasync(descriptor)
+
+
+def by_two_threads(act: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+    """Act on each; the first error is raised when all have ended."""
+    if len(items) > 1:
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                futures = [pool.submit(act, item) for item in items]
+            except RuntimeError:
+                # The interpreter ends, and no thread can be started. The last save goes out here.
+                futures = []
+        for future in futures:
+            future.result()
+        if futures:
+            return
+    for item in items:
+        act(item)
+
+
+def _write_range(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+@contextlib.contextmanager
+def translated(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
+    """OSError to the errors of this package, with the path and what can be done.
+
+    `wanted_bytes` is the size of what is being written, None for what reads or moves.
+    """
+    writing = wanted_bytes is not None
+    try:
+        yield
+    except FileNotFoundError as error:
+        if writing:
+            text = f"{path}: its directory vanished while it was written"
+            raise StoreFailed(f"{text}; does another process clean up here?") from error
+        raise NotFound(f"{error.filename or path}: not there") from error
+    except NotADirectoryError as error:
+        text = f"{path}: a parent of it is a file, wanted a directory"
+        raise (StoreFailed if writing else NotFound)(text) from error
+    except OSError as error:
+        raise StoreFailed(_explain(path, error, wanted_bytes)) from error
+
+
+def _explain(path: Path, error: OSError, wanted_bytes: int | None) -> str:
+    text = f"{path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = ""
+        with contextlib.suppress(OSError):
+            parent = next(p for p in path.parents if p.exists())
+            free = f", {shutil.disk_usage(parent).free} bytes are free"
+        size = f" (writing {wanted_bytes} bytes{free})" if wanted_bytes is not None else ""
+        return f"{text}{size}; free space, keep fewer steps (Keep), or use another location"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{text}; this user needs write access to the location"
+    return text
