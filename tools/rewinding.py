@@ -1,0 +1,254 @@
+"""What `ckpt rewind` is going to do, and doing it. Free of jax: no iterator is opened.
+
+The examples of a range of batches are a pure function of a saved position and the batch size, so
+they are computed from the manifest of a step before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ckpt
+from ckpt import attempts
+from ckpt.attempts import Listing
+from ckpt.errors import Damaged, Misuse, NotFound
+from ckpt.lineage import Decision, Skips, StepId, choose, join_skips, owner
+from ckpt.steps import Manifest, read_manifest
+from ckpt.store import Store
+from datapipe.plan import Plan
+from datapipe.state import State
+from formats.errors import DataError
+from tools.places import run_at
+
+Json = Any
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class RewindPlan:
+    """What a rewind will do to a run as it is now."""
+
+    location: str
+    to: StepId
+    left_behind: tuple[StepId, ...]
+    """Steps that will no longer count. They stay where they are."""
+    attempt: int
+    """The number that the rewind takes, and that of its branch, if nobody is faster."""
+    supersedes: str
+    """The newest attempt of now."""
+    reason: str
+    batches: tuple[int, int] | None = None
+    """Half-open, counted from 0."""
+    counted_from: StepId | None = None
+    """The step whose data state the examples were computed from."""
+    as_seen_by: int | None = None
+    """The attempt whose batches they are."""
+    new_skips: Skips = field(default_factory=dict)
+    """The examples of those batches: iterator -> half-open ranges."""
+    skips: Skips = field(default_factory=dict)
+    """All that will be left out."""
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """What a rewind did."""
+
+    plan: RewindPlan
+    to: StepId
+    """An older step than planned, when that one is damaged."""
+    attempt: int
+    branch: int
+
+
+def plan(
+    location: str,
+    to: int,
+    *,
+    reason: str,
+    skip_steps: range | None = None,
+    skip_batches: range | None = None,
+    seen_by: int | None = None,
+) -> RewindPlan:
+    """What going back to step `to` will do. Changes nothing.
+
+    Args:
+        skip_steps, skip_batches: half-open; step s used batch s - 1.
+        seen_by: the attempt whose steps or batches they are; needed only after a rewind that
+            saved nothing yet.
+
+    Raises:
+        NotFound: no such run or step. Misuse: the range makes no sense here, or the data state
+        is not datapipe's. Damaged, StoreFailed.
+    """
+    store = run_at(location)
+    listing = attempts.list_run(store)
+    chosen = choose(listing.lineage, listing.steps, to)
+    assert chosen is not None
+    if not reason.strip():
+        raise Misuse("--reason: wanted a few words for the log, found nothing")
+    number = owner(listing.claims)
+    head = listing.head
+    found = RewindPlan(
+        store.location,
+        chosen,
+        tuple(step for step in listing.counting if step.step > to),
+        number + 1,
+        attempts.describe_claim(store, number) if number else "",
+        reason,
+        skips=head.skips if head is not None else {},
+    )
+    batches = _batches(skip_steps, skip_batches, to)
+    if batches is None:
+        return found
+    base, manifest = _base(store, listing, batches)
+    seen = _seen_by(listing, base, manifest, batches, seen_by)
+    new = examples(manifest, batches, seen.skips if seen is not None else {}, store.location)
+    return RewindPlan(
+        **{
+            **vars(found),
+            "batches": (batches.start, batches.stop),
+            "counted_from": base,
+            "as_seen_by": seen.attempt if seen is not None else base.attempt,
+            "new_skips": new,
+            "skips": join_skips(found.skips, new),
+        }
+    )
+
+
+def carry_out(planned: RewindPlan) -> Rewound:
+    """Do it. Raises as `ckpt.rewind`: InUse when a trainer of this host is alive, Damaged, ..."""
+    skips = planned.new_skips or None
+    to = ckpt.rewind(planned.location, planned.to.step, skips=skips, reason=planned.reason)
+    head = attempts.list_run(run_at(planned.location)).head
+    assert head is not None
+    return Rewound(planned, to, head.attempt, head.branch)
+
+
+def examples(manifest: Manifest, batches: range, in_force: Skips, where: str) -> dict[str, Ranges]:
+    """The examples that batches hold, by iterator, computed from the data state of a step.
+
+    Args:
+        in_force: what is left out beside what the state says.
+
+    Raises:
+        Misuse: the state is not one of datapipe's, or holds no batch size.
+    """
+    first = batches.start - manifest.id.step
+    found = {}
+    for name, entry in sorted(manifest.data.items()):
+        state, size = _position(name, entry, f"{where}: {manifest.id}")
+        order = Plan(
+            state.identity["segments"][0]["records"],
+            size,
+            seed=0,  # which record stands where is not asked
+            skips=state.skips.union(in_force.get(name, ())),
+        )
+        found[name] = order.span(state.next_example, first, first + len(batches))
+    return found
+
+
+def _position(name: str, entry: Mapping[str, Json], where: str) -> tuple[State, int]:
+    cure = (
+        "rewind without skipping, or in the trainer: manager.rewind(to, skip_steps=..., data=...)"
+    )
+    size = entry.get("batch_size")
+    if "state" not in entry:
+        raise Misuse(
+            f"{where}: iterator {name!r} has a state for each process, which says nothing of the "
+            f"batches of the run; {cure}"
+        )
+    try:
+        state = State.from_json(entry["state"])
+    except DataError as error:
+        raise Misuse(
+            f"{where}: the state of iterator {name!r} does not tell which examples a batch holds "
+            f"({error}); {cure}"
+        ) from error
+    if type(size) is not int or size < 1:
+        raise Misuse(f"{where}: iterator {name!r} was saved without its batch size; {cure}")
+    return state, size
+
+
+def _batches(skip_steps: range | None, skip_batches: range | None, to: int) -> range | None:
+    """Batches to leave out, from 0."""
+    if skip_steps is not None and skip_batches is not None:
+        raise Misuse("give --skip-steps or --skip-batches, not both")
+    if skip_steps is not None:
+        if skip_steps.start < 1:
+            raise Misuse(f"--skip-steps {_text(skip_steps)}: steps count from 1")
+        batches = range(skip_steps.start - 1, skip_steps.stop - 1)
+    elif skip_batches is not None:
+        batches = skip_batches
+    else:
+        return None
+    if batches.start < to:
+        raise Misuse(
+            f"step {to} has learnt from batch {batches.start} already (step s uses batch s - 1): "
+            f"skip nothing before step {to + 1}, or go back to step {batches.start} or earlier"
+        )
+    return batches
+
+
+def _text(given: range) -> str:
+    return f"{given.start}:{given.stop}"
+
+
+def _base(store: Store, listing: Listing, batches: range) -> tuple[StepId, Manifest]:
+    """The newest step at or before the batches that says where the data stood."""
+    for step in reversed(listing.counting):
+        if step.step > batches.start or not step.attempt:
+            continue
+        try:
+            manifest = read_manifest(store, step)
+        except (Damaged, NotFound):
+            continue  # an older one says the same
+        if manifest.data:
+            return step, manifest
+    raise Misuse(
+        f"{store.location}: no step at or before {batches.start} was saved with `data=`, so nobody "
+        f"knows the examples of batch {batches.start}; rewind without skipping"
+    )
+
+
+def _seen_by(
+    listing: Listing, base: StepId, manifest: Manifest, batches: range, wanted: int | None
+) -> Decision | None:
+    """The attempt whose batches are meant: what it left out was not counted.
+
+    None: what the state of `base` leaves out is all.
+    """
+    if wanted is not None:
+        if wanted not in listing.decisions:
+            known = ", ".join(map(str, sorted(listing.decisions)))
+            raise Misuse(f"--seen-by {wanted}: wanted one of the attempts {known}")
+        return listing.decisions[wanted]
+    step = batches.start + 1
+    reach = next(
+        r for r in listing.lineage if r.after < step and (r.upto is None or step <= r.upto)
+    )
+    decision = listing.decisions.get(reach.attempt)
+    if decision is None or decision.kind != "rewind":
+        return decision
+    if any(reach.holds(each) for each in listing.counting):
+        return decision
+    # A rewind that saved nothing: by a trainer that went on and died, or by hand, with the batches
+    # read off the curve of those before it.
+    before = examples(manifest, batches, {}, "")
+    after = examples(manifest, batches, decision.skips, "")
+    if before == after:
+        return decision
+    raise Misuse(
+        f"attempt {decision.attempt} went back to {decision.parent} leaving out examples, and has "
+        f"saved nothing since, so step {step} can mean two things: --seen-by {base.attempt} for "
+        f"the steps before that rewind (examples {_shown(before)}), --seen-by {decision.attempt} "
+        f"for those after it (examples {_shown(after)})"
+    )
+
+
+def _shown(skips: Mapping[str, Sequence[tuple[int, int]]]) -> str:
+    return "; ".join(
+        f"{name} " + ", ".join(f"{start}:{stop}" for start, stop in ranges)
+        for name, ranges in skips.items()
+    )

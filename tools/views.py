@@ -1,0 +1,355 @@
+"""Answers as text for a person: each function gives what is to be printed, and prints nothing.
+
+Names, reasons and metrics come from files. They are shown as text, never as markup, and without
+control characters, which a terminal would obey.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckpt.lineage import Skips
+from tools.commands import AttemptRow, Check, RunListing, RunLog, StepRow
+
+if TYPE_CHECKING:
+    from tools.inspection import DataState, Inspection, LeafRow
+    from tools.rewinding import RewindPlan, Rewound
+
+View = Iterator[RenderableType]
+
+_STYLES = {
+    "committed": "green",
+    "abandoned": "dim",
+    "unfinished": "yellow",
+    "damaged": "bold red",
+}
+
+
+def ls(found: RunListing) -> View:
+    """A table of steps."""
+    if found.attempt is None:
+        head = "written by Orbax"
+    else:
+        head = f"branch {found.branch}, attempt {found.attempt}"
+    yield _text(f"{found.location}  ({head})")
+    if not found.steps:
+        yield _text("no steps")
+        return
+    table = _table("step", "branch", "attempt", "saved", "size", "metrics", "state", "")
+    for index in (0, 1, 2, 4):
+        table.columns[index].justify = "right"
+    for row in found.steps:
+        style = "dim" if row.state == "abandoned" else ""
+        table.add_row(*map(_text, _cells(row)), _state(row), _text(row.note), style=style)
+    yield table
+
+
+def _cells(row: StepRow) -> Iterator[str]:
+    yield str(row.step)
+    yield str(row.branch)
+    yield "?" if row.attempt is None else str(row.attempt)
+    yield moment(row.time_ns)
+    yield "" if row.size_bytes is None else size(row.size_bytes)
+    yield figures(row.metrics)
+
+
+def _state(row: StepRow) -> Text:
+    state = Text(row.state, _STYLES[row.state])
+    return state.append(", pinned", "cyan") if row.pinned else state
+
+
+# --- log ---------------------------------------------------------------------------------------
+
+
+def log(found: RunLog) -> View:
+    """Attempts as a graph, newest first: each hangs on the attempt that saved its parent step."""
+    yield _text(found.location)
+    if not found.attempts:
+        yield _text("no attempts")
+    columns: list[int | None] = []  # of open lines: the attempt that each leads down to
+    for row in found.attempts:
+        own = [place for place, attempt in enumerate(columns) if attempt == row.attempt]
+        if not own:
+            own = [len(columns)]
+            columns.append(row.attempt)
+        for extra in own[1:]:
+            columns[extra] = None
+        mark = "*" if row.in_lineage else "o" if row.decided else "x"
+        first = "".join(
+            mark if place == own[0] else "/" if place in own else "|" if attempt else " "
+            for place, attempt in enumerate(columns)
+        )
+        parent = row.parent.attempt if row.parent is not None else None
+        columns[own[0]] = parent if parent else None
+        while columns and columns[-1] is None:
+            columns.pop()
+        below = "".join("|" if attempt else " " for attempt in columns)
+        width = max(len(first), len(below)) + 1
+        title, *details = _attempt(row)
+        line = Text(first.ljust(width))
+        yield line.append(_text(title, "bold" if row.in_lineage else ""))
+        for detail in details:
+            yield Text(below.ljust(width)).append(_text(f"  {detail}"))
+        yield Text(below)
+
+
+def _attempt(row: AttemptRow) -> Iterator[str]:
+    who = f"{row.host}, pid {row.pid}" if row.host is not None else "by whom is not known"
+    yield f"{row.attempt}  {row.kind}  {moment(row.time_ns)}  {who}"
+    if row.damage:
+        yield f"damaged: {row.damage}"
+    if not row.decided:
+        yield "has not decided from which step it goes on: it died before, or is just starting"
+        return
+    origin = "from nothing" if row.parent is None else f"from {row.parent}"
+    yield f"branch {row.branch}, {origin}" + ("" if row.in_lineage else "; not in the lineage")
+    if row.reason:
+        yield f"reason: {row.reason}"
+    if row.new_skips:
+        yield f"leaves out examples {ranges(row.new_skips)}"
+    yield from _saves(row)
+
+
+def _saves(row: AttemptRow) -> Iterator[str]:
+    saves = [event for event in row.events if event.get("event") == "save"]
+    if saves:
+        last = saves[-1]
+        steps = _runs([event.get("step") for event in saves])
+        told = [f"{len(saves)} saves: steps {steps}"]
+        if _is_number(last.get("bytes")):
+            told.append(f"the last {size(last['bytes'])}")
+        for name in ("blocking_s", "durable_s"):
+            if _is_number(last.get(name)):
+                told.append(f"{name.removesuffix('_s')} {last[name]:.3g} s")
+        yield ", ".join(told)
+    elif row.steps:
+        yield f"steps {_runs(row.steps)}"
+    deleted = [event.get("step") for event in row.events if event.get("event") == "delete"]
+    if deleted:
+        yield f"deleted {len(deleted)} steps: {_runs(deleted)}"
+    for event in row.events:
+        if event.get("event") not in ("save", "delete"):
+            yield json.dumps(event, sort_keys=True)
+
+
+def _runs(steps: Sequence[Any]) -> str:
+    """Steps as text, the middle of a long list left out."""
+    shown = [str(step) for step in steps]
+    return ", ".join(shown if len(shown) <= 6 else [*shown[:2], "...", *shown[-3:]])
+
+
+# --- inspect -----------------------------------------------------------------------------------
+
+
+def inspect(found: Inspection) -> View:
+    """Where it comes from, then the tree, then totals and the rest."""
+    yield _text(found.location)
+    what = str(found.id) if found.id is not None else "a step"
+    written = " of Orbax" if found.format == "orbax" else ""
+    parent = f", went on from {found.parent}" if found.parent is not None else ""
+    yield _text(f"{what}{written}, saved {moment(found.time_ns) or '?'}{parent}")
+    for damage in found.damage:
+        yield _text(f"damaged: {damage}", "bold red")
+    if found.metrics:
+        yield _text(f"metrics: {figures(found.metrics)}")
+    yield Text("")
+    yield from _tree(found.leaves, "." if found.format == "orbax" else "/")
+    yield Text("")
+    table = _table("dtype", "leaves", "elements", "bytes")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for total in found.totals:
+        counts = (f"{n:,}" for n in (total.leaves, total.elements, total.size_bytes))
+        table.add_row(_text(total.dtype), *counts)
+    yield table
+    shown = "" if len(found.leaves) == found.leaf_count else f"{len(found.leaves)} of "
+    yield _text(f"{shown}{found.leaf_count:,} leaves; the step occupies {size(found.size_bytes)}")
+    hidden = [leaf.name for leaf in found.leaves if leaf.hidden_from_orbax]
+    if hidden:
+        yield _text(f"hidden from Orbax: {', '.join(hidden)}")
+    for state in found.data:
+        yield _text(f"data {state.name!r}: {_position(state)}")
+    if found.extra is not None:
+        yield _text(f"extra: {json.dumps(found.extra, indent=2)}")
+    if found.environment:
+        told = (f"{name} {value!r}" for name, value in sorted(found.environment.items()))
+        yield _text(f"environment: {', '.join(told)}")
+
+
+def _tree(leaves: Sequence[LeafRow], separator: str) -> View:
+    """Leaves under the names of their subtrees, types and sizes in columns."""
+    lines: list[tuple[str, str, str]] = []
+    above: list[str] = []
+    for leaf in leaves:
+        *parents, name = leaf.name.split(separator)
+        same = 0
+        while same < min(len(parents), len(above)) and parents[same] == above[same]:
+            same += 1
+        for depth in range(same, len(parents)):
+            lines.append(("  " * depth + parents[depth], "", ""))
+        above = parents
+        where = "  " * len(parents) + name
+        lines.append((where, _type(leaf), f"{leaf.size_bytes:,} B" if leaf.size_bytes else ""))
+    width = max((len(line[0]) for line in lines if line[1]), default=0)
+    second = max((len(line[1]) for line in lines), default=0)
+    third = max((len(line[2]) for line in lines), default=0)
+    text = "\n".join(
+        f"{name.ljust(width)}  {kind.ljust(second)}  {nbytes.rjust(third)}".rstrip()
+        for name, kind, nbytes in lines
+    )
+    if text:
+        yield _text(text)
+
+
+def _type(leaf: LeafRow) -> str:
+    if leaf.shape is None:
+        return f"{leaf.kind}, not readable"
+    shape = f"[{','.join(map(str, leaf.shape))}]"
+    if leaf.kind in ("jax", "key"):
+        return f"{leaf.dtype}{shape}"
+    if leaf.kind in ("numpy", "numpy_scalar"):
+        return f"{leaf.dtype}{shape} {leaf.kind}"
+    return f"{leaf.dtype}{shape} {leaf.kind}" if leaf.size_bytes else leaf.kind
+
+
+def _position(state: DataState) -> str:
+    if state.next_example is None:
+        return json.dumps(state.state)
+    told = (
+        f"next example {state.next_example:,}, in epoch {state.epoch} of {state.records:,} records"
+    )
+    if state.batch_size:
+        told += f", batches of {state.batch_size}"
+    if state.skipped:
+        told += f"; left out: {ranges({'': state.skipped}).strip()}"
+    return told
+
+
+# --- verify and rewind -------------------------------------------------------------------------
+
+
+def verify(found: Check) -> View:
+    """All damage, then one line that says what was looked at."""
+    damage = [*found.records, *(each for step in found.steps for each in step.damage)]
+    for each in damage:
+        yield _text(str(each), "bold red")
+    for name in found.unfinished:
+        yield _text(f"{name}: unfinished; the next attempt publishes or removes it", "yellow")
+    if found.unverifiable:
+        steps = _runs(found.unverifiable)
+        yield _text(f"not looked at: steps {steps} of Orbax, which stores no digests", "yellow")
+    broken = sum(not step.intact for step in found.steps)
+    depth = "small files and headers" if found.shallow else size(found.bytes_read)
+    if not found.shallow and found.seconds > 0:
+        depth += f" at {size(round(found.bytes_read / found.seconds))}/s"
+    counted = f"{len(found.steps)} steps, {depth}, {found.seconds:.1f} s"
+    if found.intact:
+        yield _text(f"{found.location}: intact ({counted})", "green")
+    elif found.records or not found.steps:
+        yield _text(f"{found.location}: damaged", "bold red")
+    else:
+        yield _text(f"{found.location}: {broken} steps damaged ({counted})", "bold red")
+
+
+def rewind_plan(planned: RewindPlan) -> View:
+    """What is going to happen."""
+    yield _text(planned.location)
+    yield _text(f"go back to     {planned.to}", "bold")
+    steps = [str(step.step) for step in planned.left_behind]
+    behind = f"{len(steps)} steps: {_runs(steps)} (they stay on disk)" if steps else "no steps"
+    yield _text(f"leave behind   {behind}")
+    yield _text(f"on a branch    {planned.attempt}, by attempt {planned.attempt}")
+    yield _text(f"after          {planned.supersedes or 'steps of Orbax only'}")
+    yield _text(f"reason         {planned.reason}")
+    if planned.batches is not None:
+        first, stop = planned.batches
+        yield _text(
+            f"leave out      batches {first}:{stop}, which steps {first + 1}:{stop + 1} used"
+        )
+        yield _text(f"               examples {ranges(planned.new_skips)}")
+        origin = f"counted from {planned.counted_from} as attempt {planned.as_seen_by} saw them"
+        yield _text(f"               {origin}")
+    if planned.skips and planned.skips != planned.new_skips:
+        yield _text(f"left out then  examples {ranges(planned.skips)}")
+
+
+def rewound(done: Rewound) -> View:
+    """What has happened."""
+    if done.to != done.plan.to:
+        yield _text(f"{done.plan.to} is damaged: an older one was taken", "bold red")
+    told = f"attempt {done.attempt} went back to {done.to}; the next resume goes on from it"
+    yield _text(f"{told}, on branch {done.branch}", "green")
+
+
+# --- words -------------------------------------------------------------------------------------
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        table.add_column(heading)
+    return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)
+
+
+def printable(text: str) -> str:
+    """The same with control characters and lone surrogates as escapes; lines stay lines."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text
+    )
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them: `12.5 MiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.4g} {unit}"
+
+
+def moment(time_ns: int | None) -> str:
+    """Local time to the second; empty for None and for times no calendar has."""
+    if time_ns is None:
+        return ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9))
+    except (OverflowError, ValueError, OSError):
+        return f"{time_ns} ns"
+
+
+def figures(metrics: Mapping[str, float] | None) -> str:
+    """`loss=0.25 accuracy=0.9`."""
+    if not isinstance(metrics, Mapping):
+        return ""
+    return " ".join(
+        f"{name}={value:.6g}" if _is_number(value) else f"{name}={value}"
+        for name, value in sorted(metrics.items())
+    )
+
+
+def ranges(skips: Skips) -> str:
+    """`data 1024:2048 (1024 in all)`."""
+    return "; ".join(_range(name, list(pairs)) for name, pairs in sorted(skips.items()))
+
+
+def _range(name: str, pairs: Sequence[tuple[int, int]]) -> str:
+    total = sum(stop - start for start, stop in pairs)
+    return f"{name} {_runs([f'{start}:{stop}' for start, stop in pairs])} ({total:,} in all)"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
