@@ -20,6 +20,7 @@ from ckpt.lineage import (
     Remain,
     StepId,
     counting,
+    covers,
     head,
     lineage,
     next_number,
@@ -53,6 +54,16 @@ class Listing:
     def counting(self) -> list[StepId]:
         """The steps that count, ascending."""
         return counting(self.lineage, self.steps)
+
+    @property
+    def damaged_steps(self) -> list[tuple[int, str]]:
+        """(step, reason) of damaged names where steps of the lineage lie, newest first."""
+        found = []
+        for name, reason in self.damaged:
+            branch, step = layout.parse_full_step_name(name)
+            if covers(self.lineage, branch, step):
+                found.append((step, reason))
+        return sorted(found, reverse=True)
 
     @property
     def empty(self) -> bool:
@@ -106,16 +117,26 @@ def _list_branch(
         step = layout.parse_step_name(entry.name)
         if step is None:
             continue
-        name = layout.step_name(branch, step)
         try:
-            steps.append(read_marker(store, branch, step).id)
+            found = _marker_now(store, branch, step)
+        except Damaged as error:
+            damaged.append((layout.step_name(branch, step), str(error)))
+        else:
+            if found is not None:
+                steps.append(found.id)
+
+
+def _marker_now(store: Store, branch: int, step: int) -> layout.Marker | None:
+    """The marker of a step that was just listed; None when the step is gone by now."""
+    name = layout.step_name(branch, step)
+    for _ in range(3):
+        try:
+            return read_marker(store, branch, step)
         except NotFound:
-            if store.exists(name):
-                damaged.append((name, f"{layout.MARKER} is absent"))
-        except CheckpointError as error:
-            if not isinstance(error, Damaged):
-                raise
-            damaged.append((name, str(error)))
+            if not store.exists(name):
+                return None
+            # Without a marker, or condemned and put back between these two calls.
+    raise Damaged(f"{store.location}/{name}: {layout.MARKER} is absent")
 
 
 def read_marker(store: Store, branch: int, step: int) -> layout.Marker:

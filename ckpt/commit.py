@@ -260,7 +260,7 @@ def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
 
     Raises:
         Superseded: a newer attempt owns the run; whether the step counts is for its lineage to say.
-        AlreadyExists: another step that counts stands there.
+        AlreadyExists: another step that counts stands there, or one that is damaged.
     """
     making = layout.making_name(step.branch, step.step, step.attempt)
     final = layout.step_name(step.branch, step.step)
@@ -283,9 +283,11 @@ def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
                 break
             if not lineage.may_be_remade(line, owner, occupant):
                 attempts.look(store, owner)
+                there = (
+                    f"{occupant} is there and counts" if occupant else "what is there is damaged"
+                )
                 raise AlreadyExists(
-                    f"{store.location}/{final}: {occupant} is there and counts; "
-                    f"attempt {owner} must not replace it"
+                    f"{store.location}/{final}: {there}; attempt {owner} must not replace it"
                 ) from None
             _set_aside(store, step, owner)
     attempts.look(store, owner)
@@ -352,14 +354,14 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
     for action in lineage.roll_forward(owner, line, listing.steps, remains):
         remain = action.remain
         if isinstance(action, lineage.Publish):
+            step = StepId(remain.step, remain.branch, remain.attempt)
             try:
-                headers = read_headers(store, remain.name, remain.attempt)
-                finish(store, remain.name, headers)
-            except (NotFound, Damaged) as error:
+                store.clear_temporaries(remain.name)
+                finish(store, remain.name, read_headers(store, remain.name, remain.attempt))
+                publish(store, step, line, owner=owner)
+            except (NotFound, Damaged, AlreadyExists) as error:
                 done.append(f"left {remain.name}: {error}")
                 continue
-            step = StepId(remain.step, remain.branch, remain.attempt)
-            publish(store, step, line, owner=owner)
             done.append(f"published {step}")
         else:
             _remove(store, remain, owner)

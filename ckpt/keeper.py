@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from ckpt import attempts, commit, layout, retention
-from ckpt.errors import CheckpointError, StoreFailed, Superseded
+from ckpt.errors import CheckpointError, Damaged, StoreFailed, Superseded
 from ckpt.lineage import Lineage, StepId, counting
 from ckpt.retention import Keep
 from ckpt.steps import read_manifest
@@ -53,13 +53,18 @@ class Keeper:
     def doomed(self, line: Lineage) -> list[StepId]:
         """The steps of a lineage that may go now."""
         found = counting(line, attempts.list_run(self._store).steps)
+        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
+        pinned = [step for step in found if (step.branch, step.step) in pins]
         metrics: dict[int, Mapping[str, float]] = {}
         if self._keep.best is not None:
             for step in found:
-                if step.attempt:
-                    metrics[step.step] = read_manifest(self._store, step).metrics or {}
-        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
-        pinned = [step for step in found if (step.branch, step.step) in pins]
+                try:
+                    if step.attempt:
+                        metrics[step.step] = read_manifest(self._store, step).metrics or {}
+                except Damaged as error:
+                    # One bad step must not end all retention; it stays for whoever looks into it.
+                    _log.warning("%s: retention keeps %s: %s", self._store.location, step, error)
+                    pinned.append(step)
         return retention.doomed(self._keep, line, found, metrics=metrics, pinned=pinned)
 
     def _note(self, event: dict[str, Any], attempt: int) -> None:

@@ -28,15 +28,16 @@ ATTEMPTS = "attempts"
 PINS = "pins"
 LOG = "log"
 
-_SEAL = re.compile(rb',"seal":"([0-9a-f]{32})"}$')
-_CLAIM = re.compile(r"^([1-9]\d{0,17})\.json$")
-_DECISION = re.compile(r"^([1-9]\d{0,17})\.from\.json$")
-_BRANCH = re.compile(r"^branch-([1-9]\d{0,17})$")
-_STEP = re.compile(r"^(0|[1-9]\d{0,17})$")
+_SEAL = re.compile(rb',"seal":"([0-9a-f]{32})"}\Z')
+# All for `fullmatch`, and ASCII digits only: "7\n" and Arabic digits are foreign names.
+_CLAIM = re.compile(r"([1-9][0-9]{0,17})\.json")
+_DECISION = re.compile(r"([1-9][0-9]{0,17})\.from\.json")
+_BRANCH = re.compile(r"branch-([1-9][0-9]{0,17})")
+_STEP = re.compile(r"(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(
-    r"^(0|[1-9]\d{0,17})\.orbax-checkpoint-tmp-a([1-9]\d{0,17})(-deleted|-aside)?$"
+    r"(0|[1-9][0-9]{0,17})\.orbax-checkpoint-tmp-a([1-9][0-9]{0,17})(-deleted|-aside)?"
 )
-_PIN = re.compile(r"^(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.json$")
+_PIN = re.compile(r"(0|[1-9][0-9]{0,17})-(0|[1-9][0-9]{0,17})\.json")
 
 Json = Any
 
@@ -145,34 +146,40 @@ def pin_name(step: StepId) -> str:
 
 def parse_claim_name(name: str) -> int | None:
     """The attempt number in the name of a claim, or None."""
-    found = _CLAIM.match(name)
+    found = _CLAIM.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def parse_decision_name(name: str) -> int | None:
-    found = _DECISION.match(name)
+    found = _DECISION.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def parse_branch_name(name: str) -> int | None:
-    found = _BRANCH.match(name)
+    found = _BRANCH.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def parse_step_name(name: str) -> int | None:
-    found = _STEP.match(name)
+    found = _STEP.fullmatch(name)
     return int(found.group(1)) if found else None
+
+
+def parse_full_step_name(name: str) -> tuple[int, int]:
+    """(branch, step) of what `step_name` gives."""
+    branch, _, step = name.rpartition("/")
+    return (parse_branch_name(branch) or 0, int(step))
 
 
 def parse_pin_name(name: str) -> tuple[int, int] | None:
     """(branch, step) in the name of a pin, or None."""
-    found = _PIN.match(name)
+    found = _PIN.fullmatch(name)
     return (int(found.group(1)), int(found.group(2))) if found else None
 
 
 def parse_temporary_name(branch: int, name: str) -> Remain | None:
     """A temporary name of ours, or None for a foreign one."""
-    found = _TEMPORARY.match(name)
+    found = _TEMPORARY.fullmatch(name)
     if found is None:
         return None
     states = {None: "making", "-deleted": "deleted", "-aside": "aside"}

@@ -150,9 +150,19 @@ def lineage(decisions: Mapping[int, Decision], of: Decision | None) -> Lineage:
     return tuple(reaches)
 
 
+def covers(line: Lineage, branch: int, step: int) -> bool:
+    """Would a step of that name belong to the lineage, whatever attempt its marker told?"""
+    return any(reach.holds(StepId(step, branch, reach.attempt)) for reach in line)
+
+
 def counts(line: Lineage, step: StepId) -> bool:
     """Does a committed step belong to the lineage?"""
     return any(reach.holds(step) for reach in line)
+
+
+def reach_of(line: Lineage, step: int) -> Reach:
+    """The chain member to which a step number belongs, whether that step was saved or not."""
+    return next(r for r in line if r.after < step and (r.upto is None or step <= r.upto))
 
 
 def counting(line: Lineage, steps: Iterable[StepId]) -> list[StepId]:
@@ -201,9 +211,9 @@ def decide(
 def may_be_remade(line: Lineage, attempt: int, occupant: StepId | None) -> bool:
     """May a step that stands where `attempt` wants to publish be moved aside?
 
-    `occupant` is None when its marker cannot be read: then it counts for nobody.
+    `occupant` is None when its marker cannot be read: what is damaged is never cleaned up.
     """
-    return occupant is None or (occupant.attempt < attempt and not counts(line, occupant))
+    return occupant is not None and occupant.attempt < attempt and not counts(line, occupant)
 
 
 @dataclass(frozen=True)
