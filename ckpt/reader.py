@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -144,6 +145,7 @@ class Reader:
             NotFound: there is none.
         """
         listing = self.listing()
+        _raise_if_damaged(listing, step)
         found = choose(listing.lineage, listing.steps, step)
         if found is None:
             raise NotFound(nothing_there(self.store, listing))
@@ -165,8 +167,9 @@ class Reader:
         listing = self.listing()
         found = counting(listing.lineage, listing.steps)
         if step is not None:
+            _raise_if_damaged(listing, step)
             found = [s for s in found if s == choose(listing.lineage, listing.steps, step)]
-        elif not found:
+        elif not found and not listing.damaged_steps:
             raise NotFound(nothing_there(self.store, listing))
         lost: list[Lost] = []
         head = listing.head
@@ -183,8 +186,8 @@ class Reader:
                 where = f"{self.store.location}: {candidate}"
                 skips = head.skips if head is not None else {}
                 states.put(data, manifest.data, skips, process=0, where=where)
-            return with_report(restored, lost=tuple(lost))
-        raise Damaged(every_step_damaged(self.store, lost))
+            return with_report(restored, lost=tuple(with_damaged(lost, listing, restored, step)))
+        raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
 
     def wait_for_new_step(self, after: int | None = None, *, timeout: float | None = None) -> int:
         """Block until the lineage has a step newer than `after` (default: than now).
@@ -252,6 +255,25 @@ def with_report(restored: Restored, **changes: Any) -> Restored:
     from dataclasses import replace
 
     return replace(restored, report=replace(restored.report, **changes))
+
+
+def with_damaged(
+    lost: Sequence[Lost], listing: Listing, restored: Restored | None, wanted: int | None
+) -> list[Lost]:
+    """`lost` and the steps that could not be listed, between those restored and wanted."""
+    after = -1 if restored is None else restored.step
+    found = [
+        Lost(step, reason)
+        for step, reason in listing.damaged_steps
+        if after < step and (wanted is None or step <= wanted)
+    ]
+    return sorted([*lost, *found], key=lambda each: -each.step)
+
+
+def _raise_if_damaged(listing: Listing, step: int | None) -> None:
+    for number, reason in listing.damaged_steps:
+        if number == step:
+            raise Damaged(reason)
 
 
 def nothing_there(store: Store, listing: Listing) -> str:

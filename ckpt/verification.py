@@ -95,10 +95,12 @@ def verify(
         report = verify_step(store, place.step, shallow=shallow, progress=progress)
         return Verification(store.location, (report,))
     records = check_records(store)
-    if records:
+    try:
+        listing = attempts.list_run(store)
+        line = listing.lineage
+    except (Damaged, Unsupported) as error:
+        records = records or [Damage(layout.ATTEMPTS, str(error))]
         return Verification(store.location, (), tuple(records))
-    listing = attempts.list_run(store)
-    line = listing.lineage
     reports = [
         StepReport(None, name, (Damage(name, why),), counts=False) for name, why in listing.damaged
     ]
@@ -109,7 +111,7 @@ def verify(
             StepReport(step, found.name, found.damage, found.bytes_read, counts(line, step))
         )
     unfinished = tuple(remain.name for remain in listing.remains)
-    return Verification(store.location, tuple(reports), (), unfinished)
+    return Verification(store.location, tuple(reports), tuple(records), unfinished)
 
 
 def _shares(
@@ -152,12 +154,18 @@ def verify_step(
     return StepReport(step, name, tuple(damage), bytes_read)
 
 
-def check_step(store: Store, step: StepId) -> None:
-    """Raises Damaged unless a step is intact, chunks included."""
-    report = verify_step(store, step)
-    if report.damage:
-        lines = "".join(f"\n  {each}" for each in report.damage[:20])
-        raise Damaged(f"{store.location}/{report.name}: {step} is damaged:{lines}")
+def check_step(store: Store, step: StepId) -> tuple[Damage, ...]:
+    """Check all that a restore reads, chunks included. Returns damage that it does not meet.
+
+    Raises:
+        Damaged, NotFound: as a restore would.
+    """
+    opened = open_step(store, step)
+    damage = check_leaf_digests(opened) + check_chunks(opened)[0]
+    if damage:
+        lines = "".join(f"\n  {each}" for each in damage[:20])
+        raise Damaged(f"{store.location}/{opened.prefix}: {step} is damaged:{lines}")
+    return opened.damage
 
 
 def _why_not(store: Store, step: StepId, error: CheckpointError) -> list[Damage]:
@@ -253,7 +261,7 @@ def _check_rows(
 
 
 def check_records(store: Store) -> list[Damage]:
-    """Claims and decisions parse, and the chain of the newest decision is whole."""
+    """Claims and decisions parse."""
     damage = []
     for entry in store.list(layout.ATTEMPTS):
         key = f"{layout.ATTEMPTS}/{entry.name}"
@@ -268,9 +276,4 @@ def check_records(store: Store) -> list[Damage]:
             parse(store.read(key), f"{store.location}/{key}")
         except (Damaged, Unsupported) as error:
             damage.append(Damage(key, str(error)))
-    if not damage:
-        try:
-            _ = attempts.list_run(store).lineage
-        except Damaged as error:
-            damage.append(Damage(layout.ATTEMPTS, str(error)))
     return damage
