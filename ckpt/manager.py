@@ -191,7 +191,8 @@ class CheckpointManager:
         """Go back to step `to` on a branch of its own, and never serve some batches again.
 
         Args:
-            skip_steps: half-open range of steps; step s used the batch that made it step s.
+            skip_steps: half-open range of steps, as the newest attempt counted them; step s used
+                the batch that made it step s.
             skip_batches: half-open range of batches counted from 0; batch b made step b + 1.
             guard: state of the spike guard, kept until a step is saved on the new branch.
 

@@ -25,6 +25,7 @@ from ckpt.lineage import (
     decide,
     lineage,
     may_put_back,
+    reach_of,
 )
 from ckpt.processes import Processes
 from ckpt.reader import (
@@ -241,7 +242,11 @@ class Start:
         manifest = read_manifest(self.store, base[-1])
         first = batches.start - base[-1].step
         where = f"{self.store.location}: {base[-1]}"
-        return states.ranges_of(wish.data, manifest.data, first, first + len(batches), where)
+        # A step on which a branch forked knows nothing of what was left out on that branch.
+        seen_by = listing.decisions.get(reach_of(listing.lineage, batches.start + 1).attempt)
+        in_force = seen_by.skips if seen_by is not None else {}
+        relative = range(first, first + len(batches))
+        return states.ranges_of(wish.data, manifest.data, relative, in_force, where)
 
     def _decide(
         self,

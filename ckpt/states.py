@@ -31,8 +31,13 @@ class Skipping(Protocol):
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Leave out half-open ranges of examples, from now on."""
 
-    def span(self, state: Json, first: int, stop: int) -> Iterable[tuple[int, int]]:
-        """The examples that batches `first` to `stop - 1`, counted from `state`, hold."""
+    def span(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]] = ()
+    ) -> Iterable[tuple[int, int]]:
+        """The examples that batches `first` to `stop - 1`, counted from `state`, hold.
+
+        `skips` were left out beside those that the state knows of.
+        """
 
 
 def named(data: Any) -> dict[str, Iterator]:
@@ -120,9 +125,12 @@ def state_of(saved: Mapping[str, Json], name: str, process: int, where: str) -> 
 
 
 def ranges_of(
-    data: Any, saved: Mapping[str, Json], first: int, stop: int, where: str
+    data: Any, saved: Mapping[str, Json], batches: range, in_force: Skips, where: str
 ) -> dict[str, list[tuple[int, int]]]:
-    """The examples that batches `first` to `stop - 1`, counted from a saved state, hold.
+    """The examples that batches, counted from a saved state, hold.
+
+    Args:
+        in_force: what was left out when they were served, beside what the state knows of.
 
     Raises:
         Misuse: an iterator cannot tell.
@@ -136,7 +144,8 @@ def ranges_of(
             )
         if name not in saved or "state" not in saved[name]:
             raise Mismatch(f"{where}: no common state of iterator {name!r} was saved")
-        spans = each.span(saved[name]["state"], first, stop)
+        skips = in_force.get(name, ())
+        spans = each.span(saved[name]["state"], batches.start, batches.stop, skips)
         found[name] = [(int(a), int(b)) for a, b in spans]
     return found
 

@@ -168,16 +168,20 @@ class Iterator(grain.DatasetIterator[Any]):
         self._plan = self._plan.skipping(ranges)
         self._drop_ahead()
 
-    def span(self, state: states.JSON, first: int, stop: int) -> list[tuple[int, int]]:
+    def span(
+        self, state: states.JSON, first: int, stop: int, skips: Iterable[tuple[int, int]] = ()
+    ) -> list[tuple[int, int]]:
         """The examples held by batches first..stop-1, counted from a saved state of this run.
 
-        Under the skips of that state and the batch size here; ranges as `skip` takes them.
+        Under the skips of that state, with `skips` beside them, and the batch size here; ranges
+        as `skip` takes them.
 
         Raises:
           Mismatch, Damaged, Unsupported: as `set_state`.
         """
         saved = self._parsed(state)
-        return self._plan.replacing(saved.skips).span(saved.next_example, first, stop)
+        plan = self._plan.replacing(saved.skips.union(skips))
+        return plan.span(saved.next_example, first, stop)
 
     # -- working ahead -------------------------------------------------------------------------
 

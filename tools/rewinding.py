@@ -14,7 +14,7 @@ import ckpt
 from ckpt import attempts
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
-from ckpt.lineage import Decision, Skips, StepId, choose, join_skips, owner
+from ckpt.lineage import Decision, Skips, StepId, choose, join_skips, owner, reach_of
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
 from datapipe.plan import Plan
@@ -225,9 +225,7 @@ def _seen_by(
             raise Misuse(f"--seen-by {wanted}: wanted one of the attempts {known}")
         return listing.decisions[wanted]
     step = batches.start + 1
-    reach = next(
-        r for r in listing.lineage if r.after < step and (r.upto is None or step <= r.upto)
-    )
+    reach = reach_of(listing.lineage, step)
     decision = listing.decisions.get(reach.attempt)
     if decision is None or decision.kind != "rewind":
         return decision
