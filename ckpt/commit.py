@@ -226,18 +226,23 @@ def leaf_digests(headers: Sequence[Header]) -> dict[str, str]:
 
 
 def _data(headers: Sequence[Header]) -> dict[str, Json]:
-    """Iterator states by name: one state where all processes agree, else one per process."""
+    """Iterator states by name: one that is good for any number of processes, or one for each."""
     found: dict[str, Json] = {}
-    for name, first in headers[0].meta["data"].items():
-        states = []
-        for header in headers:
-            if name not in header.meta["data"]:
-                raise Damaged(f"{header.where}: the state of iterator {name!r} is absent")
-            states.append(header.meta["data"][name]["state"])
-        same = all(state == states[0] for state in states)
-        found[name] = {**first, "state": states[0]} if same else {**first, "states": states}
-        if not same:
-            found[name].pop("state", None)
+    names = headers[0].meta["data"].keys()
+    for header in headers:
+        if header.meta["data"].keys() != names:
+            raise Damaged(
+                f"{header.where}: wanted iterators {sorted(names)} as in process 0, found "
+                f"{sorted(header.meta['data'])}; give save() the same ones in all processes"
+            )
+    for name in names:
+        taken = [header.meta["data"][name] for header in headers]
+        states = [each["state"] for each in taken]
+        common = taken[0]["elastic"] and all(state == states[0] for state in states)
+        found[name] = {
+            "batch_size": taken[0]["batch_size"],
+            **({"state": states[0]} if common else {"states": states}),
+        }
     return found
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import logging
 import os
 import time
 import weakref
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -23,7 +23,7 @@ from ckpt.environment import environment
 from ckpt.errors import CheckpointError, Misuse, Superseded
 from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
-from ckpt.processes import TIMEOUT_S, Processes, of_run
+from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
 from ckpt.reader import (
     MISSING,
     Reader,
@@ -33,11 +33,10 @@ from ckpt.reader import (
 from ckpt.retention import Best, Keep
 from ckpt.start import Start, Started, Wish
 from ckpt.store import Store, open_store
-from ckpt.writer import TIER, Job, Pending, Writer
+from ckpt.writer import TIER, Job, Pending, Writer, matter_of
 
 Json = Any
 _log = logging.getLogger("ckpt")
-_instances: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,14 @@ class CheckpointManager:
         self._reader = Reader(self._store)
         self._keeper = Keeper(self._store, self.tier.keep, self._now_superseded)
         run = xxhash.xxh3_64_hexdigest(self._store.location.encode())
-        _instances[run] += 1
-        self._processes: Processes = of_run(f"{run}-{_instances[run]}")
+        self._processes: Processes = of_run(run)
         self._timeout_s = timeout_s
         self._slots = slots
         self._arena_directory = Path(arena) if arena is not None else None
         self._arena: Arena | None = None
         self._writer: Writer | None = None
-        self._names = itertools.count()
+        self._calls = itertools.count()
+        """Numbers what this manager settles with its peers: all processes make the same calls."""
         self._attempt: Started | None = None
         self._plan: snapshot.SnapshotPlan | None = None
         self._pending: list[Pending] = []
@@ -98,7 +97,7 @@ class CheckpointManager:
         self._last_pending: Pending | None = None
         self._superseded: Superseded | None = None
         """Raised by every later call: there is no way on for this manager."""
-        self._unheard: list[CheckpointError] = []
+        self._unheard: list[BaseException] = []
         """Errors of the background that belong to no Pending."""
         self._closed = False
         # A trainer that ends without close() must not lose its last save.
@@ -218,12 +217,11 @@ class CheckpointManager:
         )
 
     def _start(self, wish: Wish) -> Restored:
-        self._must_be_open()
-        self._finish_attempt()
-        self._own_arena()
-        name = f"start-{next(self._names)}"
-        start = Start(self._store, self._processes, self._timeout_s, name)
-        self._attempt = start.run(wish)
+        with self._matter() as matter:
+            self._must_be_open()
+            self._finish_attempt()
+            self._own_arena()
+            self._attempt = Start(self._store, matter).run(wish)
         restored = self._attempt.restored
         self._last, self._last_pending = None, None
         if not restored.report.fresh:
@@ -233,13 +231,6 @@ class CheckpointManager:
     def _begin(self) -> Started:
         """The attempt of a trainer that saves without having resumed."""
         if self._attempt is None:
-            found = self._reader.listing()
-            if found.counting or found.damaged:
-                newest = max(found.counting, default=None)
-                raise Misuse(
-                    f"{self.location}: holds steps up to {newest}; call resume() or restore() "
-                    "before save(), or use another root for a new run"
-                )
             self._start(Wish("start"))
         assert self._attempt is not None
         return self._attempt
@@ -273,17 +264,34 @@ class CheckpointManager:
             Misuse: a step number below the last, or data and step did not move together.
             Unsupported: a leaf that cannot be held; names it.
             CheckpointError: an earlier save failed in the background and nobody has been told.
+                This one has begun all the same, as in the other processes.
         """
-        self._must_be_open()
         step = check_step_number(step)
-        if not force and not self.should_save(step):
-            return None
-        self._raise_background_errors()
-        self._must_be_open()
-        attempt = self._begin()
-        if self._last is not None and step <= self._last[0]:
-            return self._saved_already(step)
+        earlier = list(self._pending)
+        with self._peers_told(step):
+            self._note_superseded()
+            self._must_be_open()
+            if not force and not self.should_save(step):
+                return None
+            self._begin()
+            if self._last is not None and step <= self._last[0]:
+                pending = self._saved_already(step)
+            else:
+                pending = self._save(step, state, data, metrics, extra, guard)
+        self._raise_background_errors([other for other in earlier if other is not pending])
+        return pending
+
+    def _save(
+        self,
+        step: int,
+        state: Any,
+        data: Any,
+        metrics: Mapping[str, Any] | None,
+        extra: Json,
+        guard: Json,
+    ) -> Pending:
         begun = time.monotonic()
+        attempt = self._begin()
         taken = states.take(data)
         if self._last is not None and self._last[1]:
             states.check_moved(data, self._last[1], taken, step - self._last[0], step)
@@ -354,15 +362,21 @@ class CheckpointManager:
 
     def delete(self, step: int) -> None:
         """Delete a step of the lineage. The newest cannot be deleted: rewind first."""
-        self._must_be_open()
-        attempt = self._begin()
+        step = check_step_number(step)
+        with self._matter() as matter:
+            self._must_be_open()
+            attempt = self._begin()
+            matter.decide("deleted", lambda: self._delete(step, attempt))
+
+    def _delete(self, step: int, attempt: Started) -> None:
         listing = self._reader.listing()
-        found = choose(attempt.line, listing.steps, check_step_number(step))
+        found = choose(attempt.line, listing.steps, step)
         newest = choose(attempt.line, listing.steps)
         if found == newest or found is None:
             raise Misuse(f"step {step} is the newest of the run; rewind() before deleting it")
-        if self._processes.index == 0:
-            commit.delete_step(self._store, found, owner=attempt.number)
+        if not found.attempt:
+            raise Misuse(f"step {step} was written by Orbax, and is not ours to delete")
+        commit.delete_step(self._store, found, owner=attempt.number)
 
     def close(self) -> None:
         """Finish all saves and let go of the arena. Raises what nobody was told yet."""
@@ -376,6 +390,23 @@ class CheckpointManager:
             if self._arena is not None:
                 self._arena.close(remove=True)
         self._raise_background_errors()
+
+    # --- the other processes ------------------------------------------------------------------
+
+    def _matter(self) -> Matter:
+        """The next thing that all processes settle together."""
+        return self._processes.matter(f"call-{next(self._calls)}", self._timeout_s)
+
+    @contextlib.contextmanager
+    def _peers_told(self, step: int) -> Iterator[None]:
+        """Those who wait for the part of this process must know that it will not come."""
+        try:
+            yield
+        except BaseException as error:
+            if self._attempt is not None:
+                step_id = StepId(step, self._attempt.decision.branch, self._attempt.number)
+                self._processes.matter(matter_of(step_id)).fail(error)
+            raise
 
     # --- the background ---------------------------------------------------------------------
 
@@ -392,7 +423,11 @@ class CheckpointManager:
     def _own_writer(self) -> Writer:
         if self._writer is None:
             self._writer = Writer(
-                self._store, self._processes, self._keeper.saved, timeout_s=self._timeout_s
+                self._store,
+                self._processes,
+                self._keeper.saved,
+                self._unheard.append,
+                timeout_s=self._timeout_s,
             )
         return self._writer
 
@@ -404,18 +439,22 @@ class CheckpointManager:
         self._raise_background_errors()
         self._pending.clear()
 
-    def _raise_background_errors(self) -> None:
+    def _raise_background_errors(self, pendings: Sequence[Pending] | None = None) -> None:
         """Raise the oldest error of the background that nobody has been told."""
-        done = [pending for pending in self._pending if pending._done.is_set()]
-        for pending in done:
-            if isinstance(pending._error, Superseded):
-                self._superseded = pending._error
-        for pending in done:
+        self._note_superseded()
+        for pending in list(self._pending) if pendings is None else pendings:
+            if not pending._done.is_set():
+                continue
             if (error := pending.unheard_error) is not None:
                 raise error
             self._pending.remove(pending)
         if self._unheard:
             raise self._unheard.pop(0)
+
+    def _note_superseded(self) -> None:
+        for pending in self._pending:
+            if pending._done.is_set() and isinstance(pending._error, Superseded):
+                self._superseded = pending._error
 
     def _now_superseded(self, error: Superseded) -> None:
         self._superseded = error

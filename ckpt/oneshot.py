@@ -76,7 +76,7 @@ def restore(
         from ckpt.steps import read_manifest
 
         saved = read_manifest(place.store, place.step).data
-        states.put(data, saved, {}, process=0, where=os.fspath(location))
+        states.put(data, saved, {}, process=0, processes=1, where=os.fspath(location))
     return restored
 
 
@@ -129,7 +129,7 @@ def rewind(location: Location, to: int, *, skips: Skips | None = None, reason: s
     check_step_number(to)
     arena = Arena(default_directory(run, 0), owner={"run": run, "doing": "rewind"}, slots=1)
     try:
-        start = Start(reader.store, Alone(), 0.0, "rewind")
+        start = Start(reader.store, Alone().matter("rewind"))
         wish = Wish("rewind", to, load_values=False, must_exist=True, skips=skips, reason=reason)
         started = start.run(wish)
     finally:

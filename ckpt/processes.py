@@ -1,94 +1,232 @@
-"""The processes of a run: who am I, what did process 0 decide, who has failed.
+"""The processes of a run: what process 0 decided, what the others say, who has failed.
 
 Over JAX's coordination service. Nothing here makes a step durable: the parts in the store do.
 It carries decisions, speed and bad news. No device collectives, so any thread may call it.
+
+What the processes settle together is a *matter*: a start, one save, a deletion. Every process takes
+part in it by making the same call. A process that cannot go on with a matter says so, and whoever
+waits for it in that matter hears it at once, with the reason, instead of running into a timeout.
+
+A process that dies says nothing. JAX itself ends the others then: at once when it was process 0,
+which holds the coordination service, else after the heartbeat timeout that was given to
+`jax.distributed.initialize`. Whoever waits here is told earlier if `timeout_s` is shorter.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, final
 
-from ckpt.errors import PeerFailed
+from ckpt import errors
+from ckpt.errors import CheckpointError, PeerFailed, Superseded
 
 Json = Any
 
 TIMEOUT_S = 600.0
 """How long a process waits for another before it names it as failed."""
 
-_SLICE_S = 0.5
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
+"""Bounds of one question to the coordination service; between two the bad news are looked at."""
+
+_VERDICTS = ("NotFound", "AlreadyExists", "Mismatch", "Damaged", "Unsupported", "Misuse")
+"""What process 0 found out for the run; the other errors say that process 0 itself failed."""
 
 
 class Processes(abc.ABC):
-    """What the manager asks of its peers. Names of exchanges must be unique within a run."""
+    """Who there is, and a board on which each process can read what the others have put up."""
 
     index: int
     count: int
 
     @abc.abstractmethod
-    def tell(self, name: str, value: Json) -> None:
-        """Publish a JSON value under a name, once."""
+    def put(self, key: str, text: str) -> None:
+        """Put up a text, or replace it. Raises PeerFailed when the board is gone."""
 
     @abc.abstractmethod
-    def hear(
-        self, name: str, process: int, timeout_s: float, bad_news: Callable[[], str | None]
-    ) -> Json:
-        """The value that another process published.
+    def get(self, key: str, wait_s: float) -> str | None:
+        """The text under a key as soon as it is there; None after `wait_s` without it."""
+
+    @abc.abstractmethod
+    def below(self, prefix: str) -> dict[str, str]:
+        """The texts whose keys begin with `prefix/`, by the last component of the key."""
+
+    @abc.abstractmethod
+    def remove(self, prefix: str) -> None:
+        """Take down all that is below a prefix."""
+
+    @final
+    def matter(self, name: str, timeout_s: float = TIMEOUT_S) -> Matter:
+        """What all processes settle together under a name, which is used once in a run.
+
+        Args:
+            timeout_s: how long to wait for another process before it is named as failed.
+        """
+        return Matter(self, name, timeout_s)
+
+
+@final
+class Matter:
+    """One thing that all processes settle together.
+
+    As a context manager it tells the others of an exception that leaves the block.
+    """
+
+    def __init__(self, processes: Processes, name: str, timeout_s: float) -> None:
+        self._processes = processes
+        self._name = name
+        self._timeout_s = timeout_s
+        self._failed = False
+        self.index, self.count = processes.index, processes.count
+
+    def __enter__(self) -> Matter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+
+    def decide(self, what: str, make: Callable[[], Json]) -> Json:
+        """Process 0 makes a value, all get it.
+
+        If making it fails there, it fails everywhere: with an error of the same type if it is about
+        the run, as PeerFailed if it is about process 0.
 
         Raises:
-            PeerFailed: it did not come in time, or there is bad news meanwhile.
+            PeerFailed: process 0 was not heard of in time, or a process gave this matter up.
         """
+        if self.index != 0:
+            # Process 0 may itself wait for a third one, which it will name.
+            return self._hear(what, 0, time.monotonic() + 2 * self._timeout_s)
+        try:
+            value = make()
+        except BaseException as error:
+            self.fail(error, decided=True)
+            raise
+        self._tell(what, value)
+        return value
 
-    def decide(self, name: str, make: Callable[[], Json], timeout_s: float = TIMEOUT_S) -> Json:
-        """Process 0 makes a value, all get it; if making it fails there, it fails everywhere."""
-        if self.index == 0:
-            try:
-                value = make()
-            except BaseException as error:
-                self.tell(name, {"failed": f"{type(error).__name__}: {error}"})
-                raise
-            self.tell(name, {"value": value})
-            return value
-        heard = self.hear(name, 0, timeout_s, lambda: None)
-        if "failed" in heard:
-            raise PeerFailed(f"process 0: {heard['failed']}")
-        return heard["value"]
+    def gather(self, what: str, value: Json) -> list[Json]:
+        """Everybody's value, by process; the same list everywhere.
 
-    def gather(self, name: str, value: Json, timeout_s: float = TIMEOUT_S) -> list[Json]:
-        """Everybody's value, by process; names the first process that stays silent."""
-        if self.count == 1:
-            return [value]
-        self.tell(f"{name}/{self.index}", value)
-        return [
-            value
-            if process == self.index
-            else self.hear(f"{name}/{process}", process, timeout_s, lambda: None)
-            for process in range(self.count)
+        Raises:
+            PeerFailed: names the first process that was not heard of in time, or that gave up.
+        """
+        if self.index != 0:
+            self._tell(f"{what}/{self.index}", value)
+            return self._hear(f"{what}/all", 0, time.monotonic() + 2 * self._timeout_s)
+        end = time.monotonic() + self._timeout_s
+        values = [value, *(self._hear(f"{what}/{i}", i, end) for i in range(1, self.count))]
+        self._tell(f"{what}/all", values)
+        return values
+
+    def fail(self, error: BaseException, *, decided: bool = False) -> None:
+        """Tell the others that this process does not go on with the matter, and why.
+
+        `decided`: it is so for the run, not just here. Only the first call counts.
+        """
+        if self._failed or self.count == 1:
+            return
+        self._failed = True
+        note = {
+            "type": type(error).__name__,
+            "text": str(error),
+            "decided": decided,
+            "told": isinstance(error, PeerFailed),
+        }
+        with contextlib.suppress(PeerFailed):  # there is an error already, and nobody to hear it
+            self._processes.put(self._key(f"failed/{self.index}"), json.dumps(note))
+
+    def check(self) -> None:
+        """Raise what another process has told with `fail`: PeerFailed, or what it decided."""
+        notes = [
+            (int(process), json.loads(text))
+            for process, text in self._processes.below(self._key("failed")).items()
+            if int(process) != self.index
         ]
+        if notes:
+            # Who speaks of itself comes before who was told of it.
+            raise _error_of(*min(notes, key=lambda note: (note[1]["told"], note[0])))
+
+    def forget(self) -> None:
+        """Take down all that was said. Only when nobody can still be waiting for it."""
+        self._processes.remove(self._name)
+
+    def _key(self, what: str) -> str:
+        return f"{self._name}/{what}"
+
+    def _tell(self, what: str, value: Json) -> None:
+        if self.count > 1:
+            self._processes.put(self._key(what), json.dumps(value))
+
+    def _hear(self, what: str, process: int, end: float) -> Json:
+        """What a process says, until the monotonic time `end`."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            left_s = end - time.monotonic()
+            text = self._processes.get(self._key(what), max(0.0, min(wait_s, left_s)))
+            if text is not None:
+                return json.loads(text)
+            self.check()
+            if left_s <= 0:
+                raise PeerFailed(
+                    f"process {process} of {self.count} was not heard of within "
+                    f"{self._timeout_s:.0f} s ({self._name}: {what}); it may be dead or stuck, or "
+                    "has not made the same call for the same location"
+                )
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _error_of(process: int, note: Json) -> CheckpointError:
+    kind, text = note["type"], note["text"]
+    if kind == Superseded.__name__ or (note["decided"] and kind in _VERDICTS):
+        found: CheckpointError = getattr(errors, kind)(f"process {process}: {text}")
+        return found
+    if kind == PeerFailed.__name__:
+        return PeerFailed(text)
+    return PeerFailed(f"process {process} failed: {kind}: {text}")
 
 
 @final
 class Alone(Processes):
-    """One process: its own peer."""
+    """One process: nobody to tell, nobody to hear."""
 
     index = 0
     count = 1
 
-    def tell(self, name: str, value: Json) -> None:
-        del name, value
+    def put(self, key: str, text: str) -> None:
+        del key, text
 
-    def hear(
-        self, name: str, process: int, timeout_s: float, bad_news: Callable[[], str | None]
-    ) -> Json:
-        raise AssertionError(f"a single process waits for {name}")
+    def get(self, key: str, wait_s: float) -> str | None:
+        raise AssertionError(f"a single process waits for {key}")
+
+    def below(self, prefix: str) -> dict[str, str]:
+        del prefix
+        return {}
+
+    def remove(self, prefix: str) -> None:
+        del prefix
 
 
 @final
 class Distributed(Processes):
-    """The processes under `jax.distributed.initialize`."""
+    """The processes under `jax.distributed.initialize`.
+
+    Args:
+        run: keeps the runs of one job apart. Boards of one run are numbered as they are first
+            used, so a manager that only one process makes, to look, disturbs nobody.
+    """
 
     def __init__(self, run: str) -> None:
         import jax
@@ -101,33 +239,61 @@ class Distributed(Processes):
             )
         self._client = client
         self._run = run
+        self._board: str | None = None
         self.index = jax.process_index()
         self.count = jax.process_count()
 
-    def tell(self, name: str, value: Json) -> None:
-        self._client.key_value_set(f"lastgood/{self._run}/{name}", json.dumps(value))
+    def put(self, key: str, text: str) -> None:
+        with _translated():
+            self._client.key_value_set(self._path(key), text, allow_overwrite=True)
 
-    def hear(
-        self, name: str, process: int, timeout_s: float, bad_news: Callable[[], str | None]
-    ) -> Json:
-        key = f"lastgood/{self._run}/{name}"
-        end = time.monotonic() + timeout_s
-        while True:
-            wait_s = min(_SLICE_S, max(0.01, end - time.monotonic()))
+    def get(self, key: str, wait_s: float) -> str | None:
+        with _translated():
             try:
-                return json.loads(self._client.blocking_key_value_get(key, int(wait_s * 1000)))
-            except Exception as error:
-                # jaxlib raises its own error for a timeout; only its text tells.
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise PeerFailed(f"process {process}: {name}: {error}") from error
-            news = bad_news()
-            if news is not None:
-                raise PeerFailed(news)
-            if time.monotonic() >= end:
-                raise PeerFailed(
-                    f"process {process} of {self.count} was not heard of for {timeout_s:.0f} s "
-                    f"({name}); it may be dead or stuck"
+                return self._client.blocking_key_value_get(
+                    self._path(key), max(1, int(wait_s * 1000))
                 )
+            except RuntimeError as error:
+                # jaxlib has one error for everything; only its text tells.
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                return None
+
+    def below(self, prefix: str) -> dict[str, str]:
+        with _translated():
+            found = self._client.key_value_dir_get(f"{self._path(prefix)}/")
+        return {key.rsplit("/", 1)[1]: text for key, text in found}
+
+    def remove(self, prefix: str) -> None:
+        with _translated():
+            self._client.key_value_delete(f"{self._path(prefix)}/")
+
+    def _path(self, key: str) -> str:
+        if self._board is None:
+            self._board = f"lastgood/{self._run}-{_next_board(self._client, self._run)}"
+        return f"{self._board}/{key}"
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerFailed(f"the coordination service of JAX does not answer: {error}") from error
+
+
+_boards: Counter[str] = Counter()
+_boards_at: Any = None
+
+
+def _next_board(client: Any, run: str) -> int:
+    """Numbers begin anew with each coordination service, which knows nothing of the one before."""
+    global _boards_at
+    if _boards_at is not client:
+        _boards.clear()
+        _boards_at = client
+    _boards[run] += 1
+    return _boards[run]
 
 
 def of_run(run: str) -> Processes:

@@ -185,7 +185,7 @@ class Reader:
                 manifest = self.manifest(candidate)
                 where = f"{self.store.location}: {candidate}"
                 skips = head.skips if head is not None else {}
-                states.put(data, manifest.data, skips, process=0, where=where)
+                states.put(data, manifest.data, skips, process=0, processes=1, where=where)
             return with_report(restored, lost=tuple(with_damaged(lost, listing, restored, step)))
         raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
 

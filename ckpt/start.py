@@ -27,7 +27,7 @@ from ckpt.lineage import (
     may_put_back,
     reach_of,
 )
-from ckpt.processes import Processes
+from ckpt.processes import Matter
 from ckpt.reader import (
     MISSING,
     Lost,
@@ -36,6 +36,7 @@ from ckpt.reader import (
     every_step_damaged,
     load,
     nothing_there,
+    with_damaged,
     with_report,
 )
 from ckpt.steps import read_manifest
@@ -81,16 +82,18 @@ class Started:
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of one attempt. `name` keeps its exchanges apart from those of others."""
+    """The beginning of one attempt, a matter of all processes."""
 
     store: Store
-    processes: Processes
-    timeout_s: float
-    name: str
+    matter: Matter
 
     def run(self, wish: Wish) -> Started:
-        """Raises NotFound, Damaged, Mismatch, Misuse, StoreFailed, PeerFailed."""
-        number, done = self._agree("claim", lambda: self._claim(wish))
+        """Raises NotFound, Damaged, Mismatch, Misuse, StoreFailed, PeerFailed, Superseded.
+
+        Whoever calls it tells the others of an exception (`with matter`).
+        """
+        self._same_call(wish)
+        number, done = self.matter.decide("claim", lambda: self._claim(wish))
         listing = attempts.list_run(self.store)
         steps = self._candidates(listing, wish)
         skips = wish.skips or self._skips(listing, wish)
@@ -101,7 +104,8 @@ class Start:
             restored = self._load(number, listing, step, wish, lost)
             if restored is not None:
                 break
-        if restored is None and steps:
+        lost = with_damaged(lost, listing, restored, wish.step)
+        if restored is None and lost:
             raise Damaged(every_step_damaged(self.store, lost))
         if restored is None and wish.must_exist:
             raise NotFound(nothing_there(self.store, listing))
@@ -110,7 +114,7 @@ class Start:
 
         decision = self._decide(number, wish, restored, listing, skips, lost)
         self._vote("data", lambda: self._position(decision, restored, wish.data))
-        self._agree("recorded", lambda: attempts.record(self.store, decision))
+        self.matter.decide("recorded", lambda: attempts.record(self.store, decision))
         _log.info(
             "%s: attempt %d, %s, step %d",
             self.store.location,
@@ -131,25 +135,52 @@ class Start:
             decision, lineage(known, decision), replace(report, guard_before_rewind=pending)
         )
 
-    def _agree(self, what: str, make: Callable[[], Json]) -> Json:
-        return self.processes.decide(f"{self.name}/{what}", make, self.timeout_s)
+    def _same_call(self, wish: Wish) -> None:
+        """Nothing is written before all processes are there and want the same."""
+        batches = wish.batches
+        call = {
+            "call": wish.kind,
+            "step": wish.step,
+            "must_exist": wish.must_exist,
+            "skip_batches": None if batches is None else [batches.start, batches.stop],
+            "data": sorted(states.named(wish.data)),
+        }
+        calls = self.matter.gather("call", call)
+        for process, other in enumerate(calls):
+            for key, wanted in calls[0].items():
+                if other[key] != wanted:
+                    raise Misuse(
+                        f"{self.store.location}: the processes of a run make the same calls, but "
+                        f"{key} is {wanted!r} in process 0 and {other[key]!r} in process {process}"
+                    )
 
     def _claim(self, wish: Wish) -> tuple[int, list[str]]:
         """Process 0: become the owner, and clear up what older attempts left."""
+        if wish.kind == "start":
+            self._must_be_new()
         if wish.must_exist:
             # Before anything is written: a mistyped root must stay as it is.
             before = attempts.list_run(self.store)
             if not any(remain.state == "making" for remain in before.remains):
                 if not before.counting:
-                    damaged = bool(before.damaged)
-                    raise (Damaged if damaged else NotFound)(nothing_there(self.store, before))
+                    _must_not_be_lost(self.store, before)
+                    raise NotFound(nothing_there(self.store, before))
                 if wish.step is not None:
-                    choose(before.lineage, before.steps, wish.step)
+                    _wanted(before, wish)
         number = attempts.claim(self.store, wish.kind)
         done = commit.roll_forward(self.store, number, attempts.list_run(self.store))
         for line in done:
             _log.info("%s: %s", self.store.location, line)
         return number, done
+
+    def _must_be_new(self) -> None:
+        found = attempts.list_run(self.store)
+        if found.counting or found.damaged:
+            newest = max(found.counting, default=None)
+            raise Misuse(
+                f"{self.store.location}: holds steps up to {newest}; call resume() or restore() "
+                "before save(), or use another root for a new run"
+            )
 
     def _candidates(self, listing: Listing, wish: Wish) -> list[StepId]:
         """The steps to try, in this order; as process 0 sees them."""
@@ -157,15 +188,15 @@ class Start:
         def make() -> list[Json]:
             found = listing.counting
             if wish.step is not None:
-                chosen = choose(listing.lineage, listing.steps, wish.step)
+                chosen = _wanted(listing, wish)
                 older = [s for s in found if s.step < wish.step and wish.kind == "rewind"]
                 found = [*older, *([chosen] if chosen else [])]
-            elif not found and listing.damaged:
-                raise Damaged(nothing_there(self.store, listing))
+            elif not found:
+                _must_not_be_lost(self.store, listing)
             return [layout.emit_step_id(step) for step in reversed(found)]
 
         where = f"{self.store.location}: steps of process 0"
-        found = (layout.parse_step_id(value, where) for value in self._agree("steps", make))
+        found = (layout.parse_step_id(value, where) for value in self.matter.decide("steps", make))
         return [step for step in found if step is not None]
 
     def _load(
@@ -187,7 +218,7 @@ class Start:
     def _load_here(self, number: int, listing: Listing, step: StepId, wish: Wish) -> Restored:
         try:
             return self._read(step, wish)
-        except Damaged:
+        except Damaged as error:
             # An older attempt may have condemned it after our claim; then it is ours to put back.
             name = layout.step_name(step.branch, step.step)
             found = [
@@ -196,34 +227,40 @@ class Start:
                 if (remain.branch, remain.step) == (step.branch, step.step)
                 and may_put_back(number, listing.steps, remain)
             ]
-            if not found or self.store.exists(name):
-                raise
-            commit.put_back(self.store, step, found[0])
+            if not self.store.exists(name) and found:
+                commit.put_back(self.store, step, found[0])
+            elif not (isinstance(error.__cause__, NotFound) and self.store.exists(name)):
+                raise  # else another process was faster in putting it back
             return self._read(step, wish)
 
     def _read(self, step: StepId, wish: Wish) -> Restored:
         if wish.load_values or not step.attempt:
             return load(self.store, step, wish.like)
-        check_step(self.store, step)
-        return Restored(step.step, None, report=RestoreReport(step))
+        try:
+            damage = check_step(self.store, step)
+        except NotFound as error:
+            raise Damaged(f"{self.store.location}: {step} was listed and is gone") from error
+        return Restored(step.step, None, report=RestoreReport(step, damage=damage))
 
     def _vote(self, what: str, act: Callable[[], None]) -> None:
-        """Everybody acts; an error of one is an error of all, Damaged before others."""
+        """Everybody acts; an error of one is an error of all: Damaged, or PeerFailed if another."""
         error: CheckpointError | None = None
         try:
             act()
         except CheckpointError as caught:
             error = caught
-        except Exception as other:
-            self.processes.gather(f"{self.name}/{what}", [False, repr(other)], self.timeout_s)
-            raise
         vote = None if error is None else [isinstance(error, Damaged), commit.describe(error)]
-        votes = self.processes.gather(f"{self.name}/{what}", vote, self.timeout_s)
-        if error is not None:
+        votes = self.matter.gather(what, vote)
+        if error is not None and (not isinstance(error, Damaged) or len(votes) == 1):
             raise error
-        for process, each in enumerate(votes):
-            if each is not None:
-                raise (Damaged if each[0] else PeerFailed)(f"process {process}: {each[1]}")
+        # From the same votes all draw the same conclusion, or some would go on without the others.
+        against = {process: each for process, each in enumerate(votes) if each is not None}
+        for process, (damaged, text) in against.items():
+            if not damaged:
+                raise PeerFailed(f"process {process}: {text}") from error
+        if against:
+            lines = (f"process {process}: {text}" for process, (_, text) in against.items())
+            raise Damaged("\n".join(lines)) from error
 
     def _skips(self, listing: Listing, wish: Wish) -> Skips:
         """The examples of a range of batches, on the lineage on which they were seen."""
@@ -279,7 +316,7 @@ class Start:
             )
             return layout.emit_decision(decision).decode()
 
-        text = self._agree("decision", make)
+        text = self.matter.decide("decision", make)
         return layout.parse_decision(text.encode(), "decision of process 0")
 
     def _position(self, decision: Decision, restored: Restored, data: Any) -> None:
@@ -289,7 +326,44 @@ class Start:
         if source is not None and source.attempt:
             where = f"{self.store.location}: step {restored.step}"
             saved = read_manifest(self.store, source).data
-            states.put(data, saved, decision.skips, process=self.processes.index, where=where)
+            states.put(
+                data,
+                saved,
+                decision.skips,
+                process=self.matter.index,
+                processes=self.matter.count,
+                where=where,
+            )
         else:
             for name, each in states.named(data).items():
                 states.apply_skips(name, each, decision.skips)
+
+
+def _wanted(listing: Listing, wish: Wish) -> StepId | None:
+    """The step that was asked for; None when it is damaged and a rewind takes an older one.
+
+    Raises:
+        NotFound: no such step in the lineage. Damaged: its marker cannot be read.
+    """
+    for step, reason in listing.damaged_steps:
+        if step == wish.step:
+            if wish.kind == "rewind":
+                return None
+            raise Damaged(reason)
+    return choose(listing.lineage, listing.steps, wish.step)
+
+
+def _must_not_be_lost(store: Store, listing: Listing) -> None:
+    """A run in which nothing counts: has it never saved a step, or are its steps gone?
+
+    Raises:
+        Damaged: they are damaged, or gone: the newest is never deleted by us.
+    """
+    if listing.damaged:
+        raise Damaged(nothing_there(store, listing))
+    head = listing.head
+    if head is not None and head.parent is not None:
+        raise Damaged(
+            f"{store.location}: attempt {head.attempt} went on from {head.parent}, and that step "
+            "is gone, with all others of the lineage; put the directories of the branches back"
+        )

@@ -59,7 +59,11 @@ def named(data: Any) -> dict[str, Iterator]:
 
 
 def take(data: Any) -> dict[str, Json]:
-    """{name: {"state", "batch_size"}} of all iterators."""
+    """{name: {"state", "batch_size", "elastic"}} of all iterators.
+
+    Elastic: the state counts examples of the run, so that any number of processes can go on from
+    it. That of another iterator is its process's own, even where all have the same at the moment.
+    """
     taken = {}
     for name, each in named(data).items():
         state = each.get_state()
@@ -69,12 +73,24 @@ def take(data: Any) -> dict[str, Json]:
             json.dumps(state)
         except (TypeError, ValueError) as error:
             raise Misuse(f"data {name!r}: its state is no JSON value: {error}") from error
-        taken[name] = {"state": state, "batch_size": getattr(each, "batch_size", None)}
+        taken[name] = {
+            "state": state,
+            "batch_size": getattr(each, "batch_size", None),
+            "elastic": isinstance(each, Skipping),
+        }
     return taken
 
 
-def put(data: Any, saved: Mapping[str, Json], skips: Skips, *, process: int, where: str) -> None:
-    """Position the iterators as saved, with the skips in force.
+def put(
+    data: Any,
+    saved: Mapping[str, Json],
+    skips: Skips,
+    *,
+    process: int,
+    processes: int,
+    where: str,
+) -> None:
+    """Position the iterators of one of several processes as saved, with the skips in force.
 
     Raises:
         Mismatch: an iterator was not saved, or was saved by another number of processes.
@@ -88,8 +104,9 @@ def put(data: Any, saved: Mapping[str, Json], skips: Skips, *, process: int, whe
             f"{where}: no state of iterators {', '.join(missing)} was saved with this step "
             f"(saved: {there}); restore without `data`, or give the iterators their saved names"
         )
+    found = {name: state_of(saved, name, process, processes, where) for name in iterators}
     for name, each in iterators.items():
-        each.set_state(state_of(saved, name, process, where))
+        each.set_state(found[name])
         apply_skips(name, each, skips)
 
 
@@ -106,17 +123,24 @@ def apply_skips(name: str, iterator: Iterator, skips: Skips) -> None:
     iterator.skip(ranges)
 
 
-def state_of(saved: Mapping[str, Json], name: str, process: int, where: str) -> Json:
-    """The state of one iterator for one process."""
+def state_of(
+    saved: Mapping[str, Json], name: str, process: int, processes: int, where: str
+) -> Json:
+    """The state of one iterator for one of several processes.
+
+    Raises:
+        Mismatch: each process saved its own, and they were more or fewer.
+    """
     entry = saved[name]
     if "state" in entry:
         state = entry["state"]
     else:
         states = entry["states"]
-        if process >= len(states):
+        if processes != len(states):
             raise Mismatch(
-                f"{where}: iterator {name!r} was saved by {len(states)} processes with a state "
-                f"each, process {process} has none; use as many processes, or an elastic iterator"
+                f"{where}: iterator {name!r} was saved with a state for each of {len(states)} "
+                f"processes, here are {processes}; use {len(states)}, restore without `data`, or "
+                "use an iterator whose state does not depend on their number, such as datapipe's"
             )
         state = states[process]
     if isinstance(state, dict) and state.keys() == {"json"}:

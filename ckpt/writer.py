@@ -6,18 +6,19 @@ small files -> publish -> retention). No jax here: the same loop can run in anot
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
-from ckpt import commit, layout
+from ckpt import attempts, commit, layout
 from ckpt.errors import CheckpointError, Misuse, NotFound, PeerFailed, StoreFailed, Superseded
 from ckpt.image import Header
 from ckpt.lineage import Lineage, StepId
-from ckpt.processes import Processes
+from ckpt.processes import Matter, Processes
 from ckpt.store import Store
 
 TIER = "shared"
@@ -114,6 +115,7 @@ class Writer:
 
     Args:
         committed: called on process 0 after a step is acknowledged.
+        failed: told what `committed` raised, which no Pending can tell any more.
         timeout_s: how long process 0 waits for the parts of the others.
     """
 
@@ -122,13 +124,17 @@ class Writer:
         store: Store,
         processes: Processes,
         committed: Callable[[StepId, Lineage, dict[str, Any]], None],
+        failed: Callable[[BaseException], None],
         *,
         timeout_s: float,
     ) -> None:
         self._store = store
         self._processes = processes
         self._committed = committed
+        self._failed = failed
         self._timeout_s = timeout_s
+        self._settled: Matter | None = None
+        """The save that was committed last."""
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._loop, name="ckpt-writer", daemon=True)
         self._thread.start()
@@ -154,61 +160,61 @@ class Writer:
                 continue
             job.pending._finish()
             if figures is not None:
-                self._committed(job.id, job.line, figures)
+                try:
+                    self._committed(job.id, job.line, figures)
+                except BaseException as error:  # the jobs behind this one must not wait for ever
+                    self._failed(error)
 
     def _write(self, job: Job) -> dict[str, Any] | None:
         """Returns the figures of the save on process 0, None elsewhere."""
         begun = time.monotonic()
         step, here = job.id, self._processes.index
         making = layout.making_name(step.branch, step.step, step.attempt)
-        outcome = f"a{step.attempt}/s{step.step}"
-        try:
-            try:
-                image = f"{making}/{layout.image_name(step.attempt, here)}"
-                size = job.header.size_bytes
-                self._store.write_image(image, job.slot.buffer[:size])
-            finally:
-                job.slot.release()
-            part = commit.part_of(job.header)
-            self._store.put(f"{making}/{layout.part_name(step.attempt, here)}", part.emit())
-            if here == 0:
-                headers = self._all_headers(making, step, outcome)
-                commit.finish(self._store, making, headers)
-                commit.publish(self._store, step, job.line, owner=step.attempt)
-        except BaseException as error:
-            error = self._explained(error, step)
-            if here == 0:
-                self._processes.tell(f"{outcome}/outcome", {"failed": str(error)})
-            else:
-                self._processes.tell(f"{outcome}/failed/{here}", str(error))
-            raise error from error.__cause__
-        if here == 0:
-            self._processes.tell(f"{outcome}/outcome", {"committed": True})
-            return {
-                **job.figures,
-                "durable_s": round(time.monotonic() - begun, 6),
-                "bytes": sum(header.size_bytes for header in headers),
-            }
-        heard = self._processes.hear(f"{outcome}/outcome", 0, self._timeout_s, lambda: None)
-        if "failed" in heard:
-            raise PeerFailed(f"process 0 did not commit step {step.step}: {heard['failed']}")
-        return None
+        with self._processes.matter(matter_of(step), self._timeout_s) as matter:
+            with self._explained(step):
+                try:
+                    image = f"{making}/{layout.image_name(step.attempt, here)}"
+                    self._store.write_image(image, job.slot.buffer[: job.header.size_bytes])
+                finally:
+                    job.slot.release()
+                part = commit.part_of(job.header)
+                self._store.put(f"{making}/{layout.part_name(step.attempt, here)}", part.emit())
+            size_bytes = matter.decide("outcome", lambda: self._commit(job, making, matter))
+        if here != 0:
+            return None
+        if self._settled is not None:
+            # Whoever wrote a part of this step had heard how the one before it ended.
+            self._settled.forget()
+        self._settled = matter
+        return {
+            **job.figures,
+            "durable_s": round(time.monotonic() - begun, 6),
+            "bytes": size_bytes,
+        }
 
-    def _explained(self, error: BaseException, step: StepId) -> BaseException:
+    def _commit(self, job: Job, making: str, matter: Matter) -> int:
+        """Process 0: the parts of all, the small files, the marker. Returns the bytes of all."""
+        with self._explained(job.id):
+            headers = self._all_headers(making, job.id, matter)
+            commit.finish(self._store, making, headers)
+            commit.publish(self._store, job.id, job.line, owner=job.id.attempt)
+        return sum(header.size_bytes for header in headers)
+
+    @contextlib.contextmanager
+    def _explained(self, step: StepId) -> Iterator[None]:
         """Files that vanish under an attempt that was superseded are no fault of the store."""
-        if isinstance(error, NotFound | StoreFailed):
-            from ckpt import attempts
-
+        try:
+            yield
+        except (NotFound, StoreFailed) as error:
             try:
                 attempts.look(self._store, step.attempt)
             except Superseded as superseded:
-                superseded.__cause__ = error
-                return superseded
+                raise superseded from error
             except CheckpointError:
-                return error
-        return error
+                pass
+            raise
 
-    def _all_headers(self, making: str, step: StepId, outcome: str) -> list[Header]:
+    def _all_headers(self, making: str, step: StepId, matter: Matter) -> list[Header]:
         """Wait for the parts by name, then read the headers of the images they speak of."""
         end = time.monotonic() + self._timeout_s
         headers = []
@@ -219,8 +225,7 @@ class Writer:
                     part = commit.read_part(self._store, making, step.attempt, process)
                     break
                 except NotFound:
-                    pass
-                self._raise_bad_news(process, step, outcome)
+                    matter.check()
                 if time.monotonic() >= end:
                     raise PeerFailed(
                         f"step {step.step}: process {process} of {self._processes.count} has not "
@@ -231,11 +236,7 @@ class Writer:
             headers.append(commit.read_header(self._store, making, part))
         return headers
 
-    def _raise_bad_news(self, process: int, step: StepId, outcome: str) -> None:
-        if process == self._processes.index:
-            return
-        try:
-            news = self._processes.hear(f"{outcome}/failed/{process}", process, 0.0, lambda: None)
-        except PeerFailed:
-            return
-        raise PeerFailed(f"step {step.step}: process {process} could not save: {news}")
+
+def matter_of(step: StepId) -> str:
+    """The name under which the processes settle one save."""
+    return f"a{step.attempt}/s{step.step}"
