@@ -15,6 +15,8 @@ import ckpt
 from tools.demo import corpus, model
 
 COMING = 8  # batches
+_PARTS = {"params": "parameters", "opt": "optimizer", "key": "random keys"}
+STATE = frozenset(_PARTS.values())
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,6 @@ def _pieces(location: str, pattern: str, seed: int) -> Iterator[tuple[tuple[str,
         yield ("data position", field), json.dumps(value, sort_keys=True).encode()
     for number in range(COMING):
         yield ("coming batches", f"batch {number}"), _bytes(next(data))
-
-
-_PARTS = {"params": "parameters", "opt": "optimizer", "key": "random keys"}
 
 
 def _bytes(leaf: Any) -> bytes:

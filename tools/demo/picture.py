@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tools.demo.report import Story
+from tools.demo.report import Outcome, Story
 from tools.demo.script import Script
 
 
-def draw(path: Path, script: Script, run: Story, reference: Story) -> None:
-    """Write a PNG of 1400 x 750 pixels."""
+def draw(outcome: Outcome) -> None:
+    """Write a PNG of 1400 x 750 pixels to `outcome.picture`."""
+    script, run, reference = outcome.script, outcome.run, outcome.reference
     figure = Figure(figsize=(14, 7.5), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -30,14 +30,15 @@ def draw(path: Path, script: Script, run: Story, reference: Story) -> None:
     axes.set_xlabel("step (completed updates)")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_xlim(0, script.steps)
+    verdict = "equal to" if outcome.equal else "NOT equal to"
     axes.set_title(
-        "Killed twice during a save, rewound once past poisoned batches, "
-        "and equal to a run that never saw them"
+        f"SIGKILL in the middle of {len(run.kills)} saves, {len(run.rewinds)} rewind past poisoned "
+        f"batches: in the end {verdict} a run that never saw them"
     )
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="upper right", framealpha=1, edgecolor="none")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path, format="png")
+    figure.savefig(outcome.picture, format="png")
 
 
 def _marks(axes: Axes, script: Script, run: Story) -> None:

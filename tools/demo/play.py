@@ -25,10 +25,6 @@ from tools.demo.trainer import Event, Trainer
 PICTURE = "lastgood-demo.png"
 
 
-class DemoFailed(Exception):
-    """The demo could not be played to its end; says nothing about equality."""
-
-
 def demo(
     *,
     steps: int = 300,
@@ -47,12 +43,13 @@ def demo(
     break_restored: flips one bit of one parameter when the run is resumed for the last time.
     console: shows progress and tables; None shows nothing.
 
-    Raises: `DemoFailed`, `TrainerFailed`, ValueError for arguments that make no sense.
+    Raises: `TrainerFailed`; ValueError for arguments that make no sense; ModuleNotFoundError
+    without the packages of the extra `demo`.
     """
     begun = time.monotonic()
     for package in ("optax", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            raise DemoFailed(f"the demo needs {package}: pip install 'lastgood[demo]'")
+            raise ModuleNotFoundError(f"the demo needs {package}: pip install 'lastgood[demo]'")
     script = Script.drawn(steps, secrets.randbelow(10_000) if seed is None else seed)
     place = _prepared(directory)
     picture_path = (directory or Path.cwd()) / PICTURE
@@ -95,8 +92,7 @@ class Stage:
         compared = compare(
             str(self.place / "run"), str(self.place / "reference"), pattern, script.seed
         )
-        picture.draw(picture_path, script, run, reference)
-        return Outcome(
+        outcome = Outcome(
             script=script,
             format=self.format,
             run=run,
@@ -107,6 +103,8 @@ class Stage:
             directory=kept,
             seconds=time.monotonic() - begun,
         )
+        picture.draw(outcome)
+        return outcome
 
     def _corpus(self) -> tuple[str, list[tuple[int, int]]]:
         """Write the corpus with noise where the plan will serve the poisoned batches.

@@ -41,4 +41,4 @@ class Script:
 
         save_s: what a save has taken so far, at the least.
         """
-        return random.Random(f"{self.seed} kill {number}").uniform(0, 0.7 * save_s)
+        return random.Random(f"{self.seed} kill {number}").uniform(0, 0.6 * save_s)

@@ -21,7 +21,7 @@ import ckpt
 from tools.demo import corpus, model
 
 GUARD = ckpt.SpikeGuard(
-    window=24, warm_up=20, cool_down=5, consecutive=3, margin=3, skip_before=1, skip_after=12
+    window=24, warm_up=20, cool_down=5, consecutive=2, margin=3, skip_before=1, skip_after=12
 )
 
 
