@@ -1,0 +1,82 @@
+"""The command line: `python -m tools.bench checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tools.bench.cases import NAMES, cases_of
+from tools.bench.pairs import Plan, WorkerFailedError, WrongValuesError, progress
+from tools.bench.sides import ORBAX, OURS, PEERS, PLAIN_ORBAX
+from tools.bench.table import WIDTH, show, to_json
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_DISK_FACTOR = 5  # bytes that one side may have on disk at a time, by those of the state
+
+
+@app.callback()
+def main() -> None:
+    """Measure this project against others, on this machine, with the same bytes."""
+
+
+@app.command()
+def checkpoint(
+    case: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may be given again.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="The first one is dropped.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="PyTorch DCP and safetensors, too.")
+    ] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where to write; default: a temporary directory.")
+    ] = None,
+    scale: Annotated[float, typer.Option(min=1e-4, help="Of bytes, leaves and saves.")] = 1.0,
+) -> None:
+    """Save and restore, ours and Orbax in turn, each in fresh processes.
+
+    Exit codes: 0 done, 1 a side failed or restored wrong values, 2 wrong use.
+    """
+    names = case or list(NAMES)
+    for name in names:
+        if name not in NAMES:
+            raise typer.BadParameter(f"wanted one of {', '.join(NAMES)}, found {name!r}")
+    found = [(name, each) for name in names for each in cases_of(name, scale)]
+    place = Path(tempfile.mkdtemp(prefix="lastgood-bench-", dir=directory))
+    try:
+        needed = _DISK_FACTOR * max(each.nbytes for _, each in found)
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise typer.BadParameter(f"{place}: wanted {needed} bytes free, found {free}")
+        results = []
+        for name, each in found:
+            sides = [OURS]
+            if each.rivals:
+                sides.append(ORBAX)
+            if each.rivals and not each.watched:
+                sides.append(PLAIN_ORBAX)
+                if peers and each.devices == 1:
+                    sides += PEERS
+            plan = Plan(place, scale, pairs, tuple(sides), tell=progress)
+            results.append(plan.measure(each, name))
+    except (WrongValuesError, WorkerFailedError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    if as_json:
+        typer.echo(json.dumps(to_json(results), indent=1))
+    else:
+        console = Console()
+        show(results, console if console.width >= WIDTH else Console(width=WIDTH))
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m tools.bench")
