@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import final
 
 from ckpt import disk
-from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound
+from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
 
 SMALL_LIMIT_BYTES = 1 << 30
 """No small file of ours comes near this; a larger one is not read into memory."""
@@ -327,13 +327,16 @@ class FileStore(Store):
         with disk.translated(old):
             if not stat.S_ISDIR(os.stat(old).st_mode):
                 raise NotFound(f"{old}: no directory")
-            disk.make_directory(new.parent)
+            with disk.translated(new, 0):
+                disk.make_directory(new.parent)
             try:
                 os.rename(old, new)
             except OSError as error:
                 taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
                 if taken and os.path.lexists(new):
                     raise AlreadyExists(f"{new}: there already; left as it is") from None
+                if error.errno == errno.ENOTDIR:
+                    raise StoreFailed(f"{new}: a parent of it is a file") from error
                 raise
             disk.sync_directory(new.parent)
             if new.parent != old.parent:
@@ -413,5 +416,5 @@ def _ignore_absent(_function: object, _path: object, info: tuple) -> None:
 
 
 def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error

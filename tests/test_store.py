@@ -1,0 +1,652 @@
+"""The store over a file system: the contract, and what only a file system can do to one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_store import Died, Fault, FaultyStore
+from store_contract import SIZES, StoreContract, aligned, files, some_bytes
+
+from ckpt import disk
+from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.store import FileStore, Store, open_store
+
+
+class TestFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "run")
+
+
+class TestFaultyStoreWithoutFaults(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FaultyStore(FileStore(tmp_path / "run"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "run")
+
+
+def raw_files(root: Path) -> dict[str, bytes]:
+    """Everything below a directory, temporary names too."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def test_put_if_absent_has_one_winner_among_processes(tmp_path: Path) -> None:
+    program = """
+        import sys, pathlib, time
+        from ckpt.errors import AlreadyExists
+        from ckpt.store import FileStore
+        root, me = sys.argv[1:]
+        assert "jax" not in sys.modules
+        store = FileStore(root + "/run")
+        pathlib.Path(root, "ready-" + me).touch()
+        while not pathlib.Path(root, "go").exists():
+            pass
+        for i in range(60):
+            try:
+                store.put_if_absent(f"attempts/{i}.json", me.encode() * 3000)
+                print(i)
+            except AlreadyExists:
+                pass
+    """
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), str(me)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for me in range(3)
+    ]
+    while len(list(tmp_path.glob("ready-*"))) < 3:
+        assert all(child.poll() is None for child in children)
+    (tmp_path / "go").touch()
+    won = {me: set(map(int, child.communicate()[0].split())) for me, child in enumerate(children)}
+    assert all(child.returncode == 0 for child in children)
+    assert sorted(i for each in won.values() for i in each) == list(range(60))
+    for me, numbers in won.items():
+        for i in numbers:
+            found = (tmp_path / f"run/attempts/{i}.json").read_bytes()
+            assert found == str(me).encode() * 3000
+    assert len(list((tmp_path / "run/attempts").iterdir())) == 60, "temporary files were left"
+
+
+def test_an_image_is_written_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    """No thread can be started then, and the last save of a trainer goes out just then."""
+    program = """
+        import atexit, sys, threading
+        import numpy as np
+        from ckpt import disk
+        from ckpt.store import FileStore
+        disk.WINDOW_BYTES = 8192
+        store = FileStore(sys.argv[1])
+        memory = np.arange(200_000, dtype=np.uint8)
+        start = -memory.ctypes.data % 4096
+        data = memoryview(memory[start : start + 65536].data)
+
+        def last():
+            store.write_image("image", data)
+            with store.open_image("image") as reader:
+                assert reader.read(0, 65536) == bytes(data)
+            print("written")
+
+        atexit.register(last)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
+
+
+# --- failures of the system ----------------------------------------------------------------------
+
+
+def fail_on(
+    monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Callable[..., bool]
+) -> None:
+    """Let a function of `os` fail with an errno on calls that `when` picks."""
+    real = getattr(os, function)
+
+    def call(*args: Any, **options: Any) -> Any:
+        if when(*args):
+            raise OSError(number, os.strerror(number))
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, function, call)
+
+
+def writes_of(store: FileStore) -> dict[str, Callable[[], object]]:
+    return {
+        "put": lambda: store.put("a/x", b"new"),
+        "put_many": lambda: store.put_many({"a/x": b"new", "a/z": b"new"}),
+        "put_if_absent": lambda: store.put_if_absent("a/n", b"new"),
+        "append": lambda: store.append("a/log", b"new"),
+    }
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
+@pytest.mark.parametrize("name", ["put", "put_many", "put_if_absent", "append"])
+def test_a_failed_write_leaves_what_was_there(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    store.put("a/x", b"old")
+    before = raw_files(Path(store.location))
+    fail_on(monkeypatch, "write", number, lambda *_: True)
+    with pytest.raises(StoreFailed) as caught:
+        writes_of(store)[name]()
+    after = raw_files(Path(store.location))
+    after.pop("a/log", None)  # made, and empty
+    assert after == before
+    assert isinstance(caught.value.__cause__, OSError)
+    text = str(caught.value)
+    assert store.location in text
+    assert os.strerror(number) in text
+    if number == errno.ENOSPC:
+        assert "writing 3 bytes" in text
+        assert "bytes are free" in text
+        assert "keep fewer steps" in text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_failed_image_frees_its_space(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int, shift: int, after: int
+) -> None:
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 4096)
+    store.put("a/x", b"old")
+    calls: list[int] = []
+
+    def when(*_: object) -> bool:
+        calls.append(1)
+        return len(calls) > after
+
+    fail_on(monkeypatch, "pwrite", number, when)
+    with pytest.raises(StoreFailed, match=f"image: {os.strerror(number)}"):
+        store.write_image("a/image", aligned(some_bytes(40_000), shift=shift))
+    assert raw_files(Path(store.location)) == {"a/x": b"old"}
+    monkeypatch.undo()
+    store.write_image("a/image", aligned(some_bytes(40_000), shift=shift))
+    assert files(store)["a/image"] == 40_000
+
+
+def test_a_file_size_limit_is_a_failure_of_the_store(tmp_path: Path) -> None:
+    """A real limit, in a process of its own."""
+    program = """
+        import resource, sys
+        import numpy as np
+        from ckpt.errors import StoreFailed
+        from ckpt.store import FileStore
+        store = FileStore(sys.argv[1])
+        store.put("x", b"1")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        memory = np.zeros(300_000, np.uint8)
+        start = -memory.ctypes.data % 4096
+        for act in (
+            lambda: store.put("x", bytes(100_000)),
+            lambda: store.put_if_absent("y", bytes(100_000)),
+            lambda: store.write_image("i", memoryview(memory[start : start + 200_000].data)),
+            lambda: store.write_image("i", memoryview(memory[start + 1 : start + 200_000].data)),
+        ):
+            try:
+                act()
+            except StoreFailed as error:
+                assert "File too large" in str(error), error
+            else:
+                raise SystemExit("no error")
+        assert [(e.name, e.size_bytes) for e in store.list("")] == [("x", 1)]
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert raw_files(tmp_path / "run") == {"x": b"1"}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_no_access_is_a_failure_of_the_store_and_never_absence(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store.put("a/x", b"old")
+    store.put("t/x", b"old")
+    inside = f"{store.location}/a"
+
+    def within(path: object, *_: object) -> bool:
+        return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(inside)
+
+    def no_access(function: str) -> None:
+        fail_on(monkeypatch, function, number, within)
+
+    for function in ("open", "scandir", "lstat", "stat", "unlink", "rename", "mkdir", "link"):
+        no_access(function)
+    image = aligned(b"1")
+    acts: list[Callable[[], object]] = [
+        *writes_of(store).values(),
+        lambda: store.read("a/x"),
+        lambda: store.open_image("a/x"),
+        lambda: store.write_image("a/i", image),
+        lambda: store.list("a"),
+        lambda: store.exists("a/x"),
+        lambda: store.delete("a/x"),
+        lambda: store.delete_tree("a"),
+        lambda: store.move("a", "b"),
+    ]
+    for act in acts:
+        with pytest.raises(StoreFailed, match=r"write access|Read-only|not permitted|denied"):
+            act()
+    monkeypatch.undo()
+    assert raw_files(Path(store.location)) == {"a/x": b"old", "t/x": b"old"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root is let in everywhere")
+def test_no_access_for_real(store: FileStore) -> None:
+    store.put("a/b/x", b"old")
+    os.chmod(Path(store.location, "a"), 0)
+    try:
+        acts: list[Callable[[], object]] = [
+            lambda: store.read("a/b/x"),
+            lambda: store.list("a"),
+            lambda: store.exists("a/b/x"),
+            lambda: store.put("a/b/x", b""),
+        ]
+        for act in acts:
+            with pytest.raises(StoreFailed, match="this user needs"):
+                act()
+    finally:
+        os.chmod(Path(store.location, "a"), 0o700)
+
+
+def test_a_parent_that_is_a_file(store: FileStore) -> None:
+    store.put("file", b"f")
+    image = aligned(b"1")
+    acts: list[Callable[[], object]] = [
+        lambda: store.put("file/x", b""),
+        lambda: store.put("file/x/y", b""),
+        lambda: store.put_if_absent("file/x", b""),
+        lambda: store.write_image("file/x/y", image),
+        lambda: store.append("file/x", b""),
+    ]
+    for act in acts:
+        with pytest.raises(StoreFailed, match="a parent of it is a file, wanted a directory"):
+            act()
+    store.put("d/x", b"")
+    with pytest.raises(StoreFailed):
+        store.move("d", "file/d")
+    assert raw_files(Path(store.location)) == {"file": b"f", "d/x": b""}
+
+
+def test_a_directory_that_vanishes_under_a_write_is_no_absence(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt may clean up: `NotFound` would say that something was looked for."""
+    store.put("a/x", b"")
+    monkeypatch.setattr(disk, "make_directory", lambda directory: None)
+    image = aligned(b"1")
+    acts: list[Callable[[], object]] = [
+        lambda: store.put("gone/x", b""),
+        lambda: store.put_if_absent("gone/x", b""),
+        lambda: store.write_image("gone/x", image),
+    ]
+    for act in acts:
+        with pytest.raises(StoreFailed, match="its directory vanished"):
+            act()
+
+
+@pytest.mark.parametrize("function", ["read", "preadv"])
+def test_a_failing_disk_is_no_absence(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    store.write_image("image", aligned(some_bytes(10_000)))
+    with store.open_image("image") as reader:
+        fail_on(monkeypatch, function, errno.EIO, lambda *_: True)
+        fail_on(monkeypatch, "open", errno.ESTALE, lambda *_: True)
+        with pytest.raises(StoreFailed, match="Stale file handle"):
+            store.read("image")
+        if function == "preadv":
+            with pytest.raises(StoreFailed, match="Input/output error"):
+                reader.read(0, 10)
+
+
+# --- short reads and writes ----------------------------------------------------------------------
+
+
+def test_short_reads_and_writes_go_on(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, pwrite, preadv = os.write, os.pwrite, os.preadv
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, memoryview(data)[:7]))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, to, at: preadv(fd, [to[0][:999]], at))
+    data = some_bytes(100_001)
+    store.put("a", data[:500])
+    store.put_if_absent("b", data[:501])
+    store.append("c", data[:100])
+    store.append("c", data[100:200])
+    assert [store.read(key) for key in "abc"] == [data[:500], data[:501], data[:200]]
+    for shift in (0, 1):
+        # 1000 bytes are no block: O_DIRECT refuses the rest, and the image goes out buffered.
+        store.write_image("image", aligned(data, shift=shift))
+        with store.open_image("image") as reader:
+            assert reader.read(0, len(data)) == data
+
+
+# --- direct and buffered images ------------------------------------------------------------------
+
+
+def opened_flags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Flags of every `os.open` for writing an image."""
+    real, flags = os.open, []
+
+    def call(path: Any, flag: int, *args: Any, **options: Any) -> int:
+        if flag & os.O_TRUNC:
+            flags.append(flag)
+        return real(path, flag, *args, **options)
+
+    monkeypatch.setattr(os, "open", call)
+    return flags
+
+
+def test_aligned_images_go_out_directly_and_others_buffered(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = opened_flags(monkeypatch)
+    store.write_image("image", aligned(some_bytes(8192)))
+    assert flags[0] & os.O_DIRECT
+    del flags[:]
+    store.write_image("image", aligned(some_bytes(8192), shift=1))
+    store.write_image("image", memoryview(b""))
+    assert [flag & os.O_DIRECT for flag in flags] == [0, 0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_without_direct_writes(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, size: int, number: int
+) -> None:
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 65536)
+    fail_on(monkeypatch, "open", number, lambda path, flags, *_: bool(flags & os.O_DIRECT))
+    data = some_bytes(size)
+    store.write_image("image", aligned(data))
+    with store.open_image("image") as reader:
+        assert reader.read(0, reader.size_bytes) == data
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_file_system_that_refuses_direct_writes_only_when_it_writes(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    import fcntl
+
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 65536)
+    refused: list[int] = []
+
+    def when(descriptor: int, *_: object) -> bool:
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        refused.extend([1] * direct)
+        return direct and len(refused) > after
+
+    fail_on(monkeypatch, "pwrite", errno.EINVAL, when)
+    data = some_bytes(300_000)
+    store.write_image("image", aligned(data))
+    with store.open_image("image") as reader:
+        assert reader.read(0, reader.size_bytes) == data
+    if not refused:
+        pytest.skip("this file system has no O_DIRECT")
+
+
+def test_other_errors_of_a_direct_write_are_errors(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on(monkeypatch, "open", errno.EIO, lambda path, flags, *_: bool(flags & os.O_DIRECT))
+    with pytest.raises(StoreFailed, match="Input/output"):
+        store.write_image("image", aligned(some_bytes(8192)))
+
+
+# --- durability ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What a crash of the host would and would not keep, as it happens: (event, path)."""
+    events: list[tuple[str, str]] = []
+
+    def record(function: str, name: Callable[..., str]) -> None:
+        real = getattr(os, function)
+
+        def call(*args: Any, **options: Any) -> Any:
+            path = name(*args)
+            result = real(*args, **options)
+            events.append((function, path))
+            return result
+
+        monkeypatch.setattr(os, function, call)
+
+    record("fsync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"))
+    record("mkdir", lambda path, *_: os.fspath(path))
+    for function in ("replace", "link", "rename"):
+        record(function, lambda source, target, **_: f"{os.fspath(source)} -> {os.fspath(target)}")
+    return events
+
+
+def test_what_returns_is_durable(store: FileStore, journal: list[tuple[str, str]]) -> None:
+    """Data before its name, each name before the return; every new directory in its parent."""
+    root = store.location
+    assert not os.path.exists(root)
+    image = aligned(some_bytes(5000))
+    acts: list[tuple[Callable[[], object], str, str]] = [
+        (lambda: store.put("a/b/x", b"1"), "replace", "a/b/x"),
+        (lambda: store.put("a/b/x", b"2"), "replace", "a/b/x"),
+        (lambda: store.put_if_absent("c/y", b"1"), "link", "c/y"),
+        (lambda: store.write_image("e/f/g/image", image), "", "e/f/g/image"),
+        (lambda: store.move("a/b", "h/i"), "rename", "h/i"),
+    ]
+    for act, naming, key in acts:
+        del journal[:]
+        act()
+        target = f"{root}/{key}"
+        if naming:
+            named = next(i for i, (what, path) in enumerate(journal) if what == naming)
+            source, _, to = journal[named][1].partition(" -> ")
+            assert to == target
+            if naming != "rename":
+                assert ("fsync", source) in journal[:named], "the name before its data"
+            else:
+                assert ("fsync", os.path.dirname(source)) in journal[named:]
+        else:
+            named = journal.index(("fsync", target))
+        assert ("fsync", os.path.dirname(target)) in journal[named:]
+        for i, (what, path) in enumerate(journal):
+            if what == "mkdir":
+                assert ("fsync", os.path.dirname(path)) in journal[i:], path
+
+
+def test_failing_to_make_it_durable_is_a_failure(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a/x", b"")
+    fail_on(monkeypatch, "fsync", errno.EIO, lambda *_: True)
+    image = aligned(b"1")
+    for act in (
+        *(act for name, act in writes_of(store).items() if name != "append"),
+        lambda: store.write_image("a/i", image),
+        lambda: store.move("a", "b"),
+    ):
+        with pytest.raises(StoreFailed, match="Input/output"):
+            act()
+
+
+def test_a_claim_whose_answer_was_lost_is_won(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems repeat a call after a lost answer, and then report what they did."""
+    real = os.link
+
+    def twice(source: Any, target: Any) -> None:
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    store.put_if_absent("a/1", b"mine")
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("a/1", b"other")
+    assert raw_files(Path(store.location)) == {"a/1": b"mine"}
+
+
+# --- what else may lie in a directory ------------------------------------------------------------
+
+
+def test_what_interrupted_writes_left_is_hidden_and_can_be_cleared(store: FileStore) -> None:
+    root = Path(store.location)
+    store.put_many({"s/x": b"1", "s/d/y": b"2", "t/z": b"3"})
+    left = [f"s/x.tmp-{'0' * 32}", f"s/d/y.tmp-{'ab' * 16}", f"t/z.tmp-{'1' * 32}"]
+    foreign = ["s/x.tmp-1", f"s/x.tmp-{'0' * 31}", f"s/x.tmp-{'0' * 32}.txt", f"s/.tmp-{'G' * 32}"]
+    for key in left + foreign:
+        (root / key).write_bytes(b"half")
+    wanted = {"s/x", "s/d/y", "t/z", *foreign}
+    assert set(files(store)) == wanted
+    store.clear_temporaries("s")
+    assert set(raw_files(root)) == wanted | {left[2]}
+
+
+def test_links_lead_to_what_was_moved_elsewhere(store: FileStore, tmp_path: Path) -> None:
+    root = Path(store.location)
+    store.put("branch-1/5/x", b"1")
+    elsewhere = tmp_path / "other disk"
+    os.rename(root / "branch-1", elsewhere)
+    os.symlink(elsewhere, root / "branch-1")
+    os.symlink(root / "nowhere", root / "dangling")
+    os.symlink("loop", root / "loop")
+    assert [(e.name, e.is_dir) for e in store.list("")] == [("branch-1", True)]
+    assert store.read("branch-1/5/x") == b"1"
+    store.move("branch-1/5", "branch-1/6")
+    store.put("branch-1/6/y", b"2")
+    store.delete_tree("dangling")
+    store.delete_tree("branch-1")
+    assert not os.path.lexists(root / "branch-1")
+    assert raw_files(elsewhere) == {"6/x": b"1", "6/y": b"2"}, "deleted through a link"
+
+
+def test_a_pipe_holds_nobody_up(store: FileStore) -> None:
+    store.put("a/x", b"")
+    os.mkfifo(Path(store.location, "a/pipe"))
+    for act in (store.read, store.open_image):
+        with pytest.raises(Damaged, match="pipe: wanted a file, found p"):
+            act("a/pipe")
+    assert [e.name for e in store.list("a")] == ["pipe", "x"]
+
+
+def test_an_enormous_file_is_not_read_into_memory(store: FileStore) -> None:
+    store.put("a", b"")
+    os.truncate(Path(store.location, "a"), 1 << 40)
+    with pytest.raises(Damaged, match="wanted a small file, found 1099511627776 bytes"):
+        store.read("a")
+
+
+def test_a_file_that_is_cut_while_it_is_read(store: FileStore) -> None:
+    store.write_image("image", aligned(some_bytes(10_000)))
+    with store.open_image("image") as reader:
+        os.truncate(Path(store.location, "image"), 6000)
+        with pytest.raises(Damaged, match="ends at byte 6000, wanted bytes up to 9000"):
+            reader.read(1000, 8000)
+
+
+def test_a_whole_image_of_real_windows(store: FileStore) -> None:
+    data = some_bytes(2 * disk.WINDOW_BYTES + 12_345)
+    store.write_image("image", aligned(data))
+    with store.open_image("image") as reader:
+        assert reader.read(0, len(data)) == data
+
+
+def test_files_are_made_with_the_mask_of_the_user(store: FileStore) -> None:
+    before = os.umask(0o027)
+    try:
+        store.put("a", b"")
+        store.write_image("b", aligned(b"1"))
+    finally:
+        os.umask(before)
+    for name in "ab":
+        assert stat.S_IMODE(os.stat(Path(store.location, name)).st_mode) == 0o640
+
+
+def test_a_location_is_a_path_or_a_file_url(tmp_path: Path) -> None:
+    wanted = str(tmp_path / "run")
+    assert open_store(tmp_path / "run").location == wanted
+    assert open_store(f"file://{wanted}").location == wanted
+    assert open_store(f"{wanted}/../run/").location == wanted
+    assert repr(open_store(wanted)) == f"FileStore({wanted!r})"
+    with pytest.raises(Misuse, match="scheme 'gopher' is not supported; wanted a path"):
+        open_store("gopher://x/y")
+
+
+# --- the faulty store ----------------------------------------------------------------------------
+
+
+def test_faults_come_when_they_are_due(tmp_path: Path) -> None:
+    inner = FileStore(tmp_path)
+    store = FaultyStore(inner, [Fault(2, "fail"), Fault(3, "fail after"), Fault(5, "stop")])
+    store.put("a", b"1")
+    with pytest.raises(StoreFailed, match="operation 2"):
+        store.put("a", b"2")
+    with pytest.raises(StoreFailed, match="operation 3"):
+        store.put("a", b"3")
+    assert store.read("a") == b"3"
+    store.put("a", b"4")
+    with pytest.raises(Died):
+        store.put("a", b"5")
+    for act in (lambda: store.read("a"), lambda: store.list(""), lambda: store.put("b", b"")):
+        with pytest.raises(Died):
+            act()
+    assert inner.read("a") == b"4"
+    assert store.operations == ["put a"] * 5
+
+
+def test_a_torn_operation_is_half_done(tmp_path: Path) -> None:
+    inner = FileStore(tmp_path)
+    inner.put_many({"d/1": b"", "d/2": b"", "d/3": b"", "d/4": b"", "m/1": b""})
+
+    def torn(act: Callable[[FaultyStore], None]) -> None:
+        with pytest.raises(Died):
+            act(FaultyStore(inner, [Fault(1, "torn")]))
+
+    torn(lambda store: store.delete_tree("d"))
+    assert len(inner.list("d")) == 2
+    torn(lambda store: store.write_image("image", memoryview(b"12345678")))
+    with inner.open_image("image") as reader:
+        assert reader.read(0, reader.size_bytes) == b"1234"
+    torn(lambda store: store.put_many({"x/1": b"1234"}))
+    torn(lambda store: store.put_if_absent("x/2", b"1234"))
+    assert inner.list("x") == []
+    assert sorted(path.read_bytes() for path in (tmp_path / "x").iterdir()) == [b"12", b"12"]
+    torn(lambda store: store.move("m", "n"))
+    assert inner.exists("m")
+
+
+def test_a_slow_store_is_slow_and_counts_from_all_threads(tmp_path: Path) -> None:
+    store = FaultyStore(FileStore(tmp_path), delay_s=0.001)
+    threads = [threading.Thread(target=lambda i=i: store.put(f"{i}", b"")) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(store.operations) == [f"put {i}" for i in range(5)]
+    with pytest.raises(NotFound):
+        store.read("absent")
