@@ -210,6 +210,14 @@ def test_a_damaged_step_is_passed_over_and_told(run):
     assert (done["plan"]["to"]["step"], done["to"]["step"]) == (15, 10)
 
 
+def test_a_step_without_its_marker_is_damaged_not_absent(run):
+    (run / "branch-1" / "15" / "commit_success.txt").unlink()
+    before = contents(run)
+    options = ("--to", 15, "--reason", "x", "--yes")
+    assert "commit_success.txt" in refusal("rewind", run, *options, code=1)
+    assert contents(run) == before
+
+
 def test_a_live_trainer_is_refused(run):
     with training(run) as trainer:
         trainer.resume()

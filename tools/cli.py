@@ -96,34 +96,23 @@ def main() -> None:
         sys.exit(130)
 
 
-def _version(*, given: bool) -> None:
-    if not given:
-        return
-    found = commands.versions()
-    if "--json" in sys.argv[1:]:
-        print(json.dumps(found))
-    else:
-        for name, version in found.items():
-            print(f"{name} {version or '(not installed)'}")
-    raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            is_eager=True,
-            callback=lambda value: _version(given=value),
-            help="Show the version of this and of the libraries under it.",
-        ),
+        bool, typer.Option("--version", help="Versions of this and of the libraries under it.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --version: as one JSON value.")
     ] = False,
 ) -> None:
     """Look at, check and rewind the checkpoints of a run."""
+    if version:
+        found = commands.versions()
+        _answer(found, views.versions(found), as_json=as_json)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
 
 
 @app.command(epilog=_codes(0, 1, 2, 3, 4))

@@ -20,6 +20,7 @@ from ckpt.steps import Damage, Manifest, read_manifest
 from ckpt.store import Store
 from ckpt.verification import Progress, Verification
 from ckpt.verification import verify as verify_location
+from tools import foreign
 from tools.places import place_at, run_at
 
 Json = Any
@@ -143,36 +144,10 @@ def size_of(manifest: Manifest) -> int:
 
 def _orbax_row(store: Store, step: StepId, state: State, *, pinned: bool) -> StepRow:
     name = str(step.step)
-    size = sum(size for _, size in store.walk(name))
-    time_ns = orbax_time_ns(store, f"{name}/{layout.ORBAX_STEP}")
-    figures = numbers(json_or_none(store, f"{name}/metrics/metrics"))
+    size = foreign.tree_bytes(f"{store.location}/{name}")
+    time_ns = foreign.time_ns(store, f"{name}/{layout.ORBAX_STEP}")
+    figures = foreign.numbers(foreign.json_or_none(store, f"{name}/metrics/metrics"))
     return StepRow(step.step, 0, 0, state, pinned, time_ns, size, figures, "written by Orbax")
-
-
-def orbax_time_ns(store: Store, key: str) -> int | None:
-    """When Orbax finished a step, by its `_CHECKPOINT_METADATA`; None where that does not say."""
-    written = json_or_none(store, key)
-    found = written.get("commit_timestamp_nsecs") if isinstance(written, dict) else None
-    return found if type(found) is int and found > 0 else None
-
-
-def numbers(document: Json) -> dict[str, float] | None:
-    """The members of a JSON object that are numbers; None of anything else."""
-    if not isinstance(document, dict):
-        return None
-    return {
-        str(name): value
-        for name, value in document.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def json_or_none(store: Store, key: str) -> Json:
-    """The JSON value in a file of others, None where there is none."""
-    try:
-        return json.loads(store.read(key))
-    except (NotFound, Damaged, ValueError, RecursionError):
-        return None
 
 
 def _parse_name(name: str) -> tuple[int, int]:
@@ -345,7 +320,7 @@ class Check:
     shallow: bool
     steps: tuple[CheckedStep, ...]
     records: tuple[Damage, ...]
-    """Damaged attempt records; then no step was looked at."""
+    """Damaged attempt records. If the lineage cannot be told without them, there are no steps."""
     unfinished: tuple[str, ...]
     """Temporary names: no damage."""
     unverifiable: tuple[str, ...]

@@ -20,7 +20,8 @@ from ckpt.steps import OpenStep, open_step, read_manifest
 from ckpt.store import Store, open_store
 from datapipe.state import State
 from formats.errors import DataError
-from tools.commands import numbers, orbax_time_ns, size_of
+from tools import foreign
+from tools.commands import size_of
 from tools.places import place_at
 
 Json = Any
@@ -223,10 +224,10 @@ def _of_orbax(path: Path, step: StepId | None) -> Inspection:
         tuple(rows),
         (),
         len(rows),
-        sum(size for _, size in store.walk("")),
+        foreign.tree_bytes(str(path)),
         None,
-        orbax_time_ns(store, layout.ORBAX_STEP),
-        numbers(metrics),
+        foreign.time_ns(store, layout.ORBAX_STEP),
+        foreign.numbers(metrics),
         documents or None,
         damage=tuple(damage),
     )

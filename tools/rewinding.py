@@ -14,7 +14,8 @@ import ckpt
 from ckpt import attempts
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
-from ckpt.lineage import Decision, Skips, StepId, choose, join_skips, owner, reach_of
+from ckpt.lineage import Decision, Skips, StepId, join_skips, owner, reach_of
+from ckpt.reader import Reader
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
 from datapipe.plan import Plan
@@ -84,10 +85,8 @@ def plan(
     """
     store = run_at(location)
     listing = attempts.list_run(store)
-    chosen = choose(listing.lineage, listing.steps, to)
-    assert chosen is not None
-    if not reason.strip():
-        raise Misuse("--reason: wanted a few words for the log, found nothing")
+    chosen = Reader(store).find(to)
+    _check_reason(reason)
     number = owner(listing.claims)
     head = listing.head
     found = RewindPlan(
@@ -169,6 +168,15 @@ def _position(name: str, entry: Mapping[str, Json], where: str) -> tuple[State, 
     if type(size) is not int or size < 1:
         raise Misuse(f"{where}: iterator {name!r} was saved without its batch size; {cure}")
     return state, size
+
+
+def _check_reason(reason: str) -> None:
+    if not reason.strip():
+        raise Misuse("--reason: wanted a few words for the log, found nothing")
+    try:
+        reason.encode()
+    except UnicodeEncodeError as error:
+        raise Misuse(f"--reason: wanted text, found what is not UTF-8: {error}") from error
 
 
 def _batches(skip_steps: range | None, skip_batches: range | None, to: int) -> range | None:

@@ -32,6 +32,12 @@ _STYLES = {
 }
 
 
+def versions(found: Mapping[str, str | None]) -> View:
+    """A line for each."""
+    for name, version in found.items():
+        yield _text(f"{name} {version or '(not installed)'}")
+
+
 def ls(found: RunListing) -> View:
     """A table of steps."""
     if found.attempt is None:
@@ -252,8 +258,8 @@ def verify(found: Check) -> View:
     counted = f"{len(found.steps)} steps, {depth}, {found.seconds:.1f} s"
     if found.intact:
         yield _text(f"{found.location}: intact ({counted})", "green")
-    elif found.records or not found.steps:
-        yield _text(f"{found.location}: damaged", "bold red")
+    elif not broken:
+        yield _text(f"{found.location}: damaged ({counted})", "bold red")
     else:
         yield _text(f"{found.location}: {broken} steps damaged ({counted})", "bold red")
 
