@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from ckpt import dtypes, leaves, tree
+from ckpt.arrays import Report, Request, read_arrays
 from ckpt.errors import Mismatch
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec, logical_view
-from ckpt.arrays import Report, Request, read_arrays
 from ckpt.steps import OpenStep
 from ckpt.store import ImageReader
 from ckpt.values import revive
@@ -72,7 +72,7 @@ def _want(saved: LeafSpec, leaf: tree.Leaf) -> _Want:
     direct = (
         sharding is not None
         and saved.storage_dtype is not None
-        and not dtypes.is_reinterpreted(saved.dtype)
+        and (target.kind == "key" or not dtypes.is_reinterpreted(saved.dtype))
     )
     return _Want(saved, target, sharding if direct else None, sharding, True)
 
@@ -103,8 +103,15 @@ def _build(want: _Want, array: Any) -> Any:
         keys = revive(array, saved)
         return keys if want.final is None else jax.device_put(keys, want.final)
     host = logical_view(array, saved) if array is not None else revive(None, saved)
-    value = jax.device_put(np.asarray(host), want.final)
+    value = _placed(np.asarray(host), want.final)
     return _weak(value) if target.weak_type else value
+
+
+def _placed(value: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    # device_put would have all processes compare their values, and hang where one of them failed.
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _as(saved: LeafSpec, target: LeafSpec) -> LeafSpec:
