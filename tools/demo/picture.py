@@ -23,9 +23,7 @@ def draw(outcome: Outcome) -> None:
     for number, piece in enumerate(left_behind):
         label = "" if number else "steps done again or left behind"
         axes.plot(*_columns(piece), color="#e08030", linewidth=1.2, label=label)
-    for number, piece in enumerate(kept):
-        label = "" if number else "disturbed run"
-        axes.plot(*_columns(piece), color="#1f4e9c", linewidth=1.2, label=label)
+    axes.plot(*_columns(kept), color="#1f4e9c", linewidth=1.2, label="disturbed run")
     _marks(axes, script, run)
     axes.set_xlabel("step (completed updates)")
     axes.set_ylabel("loss (nats per byte)")
@@ -45,7 +43,10 @@ def _marks(axes: Axes, script: Script, run: Story) -> None:
     low, high = axes.get_ylim()
     floor = low + 0.02 * (high - low)
     axes.axvspan(
-        script.poison.start + 0.5, script.poison.stop + 0.5, color="#f3c6c6", label="poisoned"
+        script.poison.start + 0.5,
+        script.poison.stop + 0.5,
+        color="#f3c6c6",
+        label="poison, when first met",
     )
     steps = [step for step, _ in run.saves]
     axes.plot(steps, [floor] * len(steps), "|", color="#2f8f4e", markersize=12, label="saves")
@@ -74,23 +75,24 @@ def _marks(axes: Axes, script: Script, run: Story) -> None:
 Points = list[tuple[int, float]]
 
 
-def _branches(losses: Points) -> tuple[list[Points], list[Points]]:
-    """The curve in rising pieces: those that were done again later, and those that count.
+def _branches(losses: Points) -> tuple[list[Points], Points]:
+    """The pieces of the curve that were done again later, and the curve that counts.
 
     A piece begins wherever the step goes back; what a later piece covers does not count.
     """
     cuts = [at for at in range(1, len(losses)) if losses[at][0] <= losses[at - 1][0]]
     pieces = [losses[a:b] for a, b in itertools.pairwise([0, *cuts, len(losses)])]
-    left_behind, kept = [], []
+    left_behind: list[Points] = []
+    kept: Points = []
     covered = float("inf")
     for piece in reversed(pieces):
         count = sum(1 for step, _ in piece if step < covered)
-        # One point of overlap, so that the lines join.
-        kept.append(piece[:count])
+        kept = piece[:count] + kept
         if count < len(piece):
+            # One point of overlap, so that the lines join.
             left_behind.append(piece[max(0, count - 1) :])
         covered = min(covered, piece[0][0] if piece else covered)
-    return left_behind, kept[::-1]
+    return left_behind, kept
 
 
 def _columns(points: Points) -> tuple[list[int], list[float]]:
