@@ -12,7 +12,8 @@ bytes                content
                      others, each at a multiple of 4096. Behind every chunk stands its CRC-32C
                      (u32), then zeros up to the next
 table .. size_bytes  per chunk: cell u64[n], offset u64[n], digest u8[n,16], array u32[n],
-                     crc u32[n]; then as JSON: the list of arrays, and the meta object; then zeros
+                     crc u32[n]; then as JSON: the list of arrays, and the meta object; then the
+                     tree record, bytes of the caller; then zeros
 ==================== ============================================================================
 
 `cell` is a chunk's row-major position in the grid of its array. A chunk's length follows from its
@@ -57,8 +58,8 @@ VERSION = 1
 CHUNK_LIMIT_BYTES = 64 * 2**20
 
 # Magic, version, page size; size_bytes, table offset and length; chunks, length of the list of
-# arrays, length of meta; xxh3-128 of the table.
-_PAGE = struct.Struct("<8sII QQQ QQQ 16s")
+# arrays, of meta, of the tree record; xxh3-128 of the table.
+_PAGE = struct.Struct("<8sII QQQ QQQQ 16s")
 _CHECK_AT = PAGE_BYTES - 16
 _ROW_BYTES = 8 + 8 + 16 + 4 + 4
 _MAX_DIMENSIONS = 64
@@ -92,12 +93,23 @@ class ArraySpec:
     @property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each axis."""
-        return tuple(n // c for n, c in zip(self.shape, self.chunk_shape, strict=True))
+        return _grid(self.shape, self.chunk_shape)
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk, without its CRC."""
-        return math.prod(self.chunk_shape) * dtype_of(self.dtype).itemsize
+        return _chunk_bytes(self.dtype, self.chunk_shape)
+
+
+# Models have many arrays of one shape.
+@functools.lru_cache(maxsize=4096)
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n // c for n, c in zip(shape, chunk_shape, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk_bytes(dtype: str, chunk_shape: tuple[int, ...]) -> int:
+    return math.prod(chunk_shape) * dtype_of(dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +143,8 @@ class Columns:
 class Header:
     """What an image says about itself.
 
+    `tree` is the tree record, opaque here and the same for all snapshots of one structure; what
+    is different in each stands in `meta`.
     `size_bytes` is its exact length, `digest` the xxh3-128 (hex) of header page and table, which
     through the chunk digests stands for the whole image; `where` names it in messages.
     """
@@ -141,6 +155,7 @@ class Header:
     size_bytes: int
     digest: str
     where: str = "image"
+    tree: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,20 +175,22 @@ class Plan:
     table_offset: int
     arrays_json: bytes = field(repr=False)
     meta_json: bytes = field(repr=False)
+    tree: bytes = field(repr=False)
 
     @property
     def table_bytes(self) -> int:
         """Length of the table, without the zeros behind it."""
-        return len(self.array) * _ROW_BYTES + len(self.arrays_json) + len(self.meta_json)
+        texts = len(self.arrays_json) + len(self.meta_json) + len(self.tree)
+        return len(self.array) * _ROW_BYTES + texts
 
     @property
     def size_bytes(self) -> int:
         """Exact length of the image."""
         return round_up(self.table_offset + self.table_bytes, PAGE_BYTES)
 
-    def with_meta(self, meta: dict[str, Any]) -> Plan:
-        """The same plan with other meta; cheap. Raises `Misuse` when meta is not JSON."""
-        return replace(self, meta_json=_meta_json(meta))
+    def with_meta(self, meta: dict[str, Any], tree: bytes = b"") -> Plan:
+        """The same layout with other meta; cheap. Raises `Misuse` when meta is not JSON."""
+        return replace(self, meta_json=_meta_json(meta), tree=tree)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -241,6 +258,7 @@ def plan(arrays: Sequence[ArraySpec], shards: Sequence[ShardSpec], meta: dict[st
         table_offset=table_offset,
         arrays_json=_json([[a.param, a.dtype, a.shape, a.chunk_shape] for a in arrays]),
         meta_json=_meta_json(meta),
+        tree=b"",
     )
 
 
@@ -274,7 +292,8 @@ def fill(
     digest, crc = copy_chunks(target, parts, plan.places, threads)
     offset = plan.places.offset.astype("<u8")
     columns = (plan.cell, offset, digest, plan.array, crc)
-    table = b"".join((*(c.tobytes() for c in columns), plan.arrays_json, plan.meta_json))
+    texts = (plan.arrays_json, plan.meta_json, plan.tree)
+    table = b"".join((*(c.tobytes() for c in columns), *texts))
     stop = plan.table_offset + len(table)
     view[plan.table_offset : stop] = table
     view[stop : plan.size_bytes] = bytes(plan.size_bytes - stop)
@@ -289,12 +308,13 @@ def fill(
         size_bytes=plan.size_bytes,
         digest=xxhash.xxh3_128_hexdigest(page + table),
         where=where,
+        tree=plan.tree,
     )
 
 
 def _page(plan: Plan, table_digest: bytes) -> bytes:
     sizes = (plan.size_bytes, plan.table_offset, plan.table_bytes)
-    counts = (len(plan.array), len(plan.arrays_json), len(plan.meta_json))
+    counts = (len(plan.array), len(plan.arrays_json), len(plan.meta_json), len(plan.tree))
     fields = _PAGE.pack(MAGIC, VERSION, PAGE_BYTES, *sizes, *counts, table_digest)
     body = fields.ljust(_CHECK_AT, b"\0")
     return body + xxhash.xxh3_128_digest(body)
@@ -341,26 +361,27 @@ def decode(read: Callable[[int, int], Any], size_bytes: int, where: str) -> Head
             f"{where}: image format {version}; this release reads format {VERSION}: "
             "use a release that knows the newer one"
         )
-    total, table_at, table_bytes, count, arrays_bytes, meta_bytes = sizes
+    total, table_at, table_bytes, count, arrays_bytes, meta_bytes, tree_bytes = sizes
     if page_bytes != PAGE_BYTES:
         damaged(f"header page: wanted {PAGE_BYTES} bytes, found {page_bytes}")
     if total > size_bytes:
         damaged(f"wanted {total} bytes, found {size_bytes}: truncated")
     if table_at < PAGE_BYTES or total != round_up(table_at + table_bytes, PAGE_BYTES):
         damaged(f"table: {table_bytes} bytes at byte {table_at} do not end {total} bytes")
-    if count * _ROW_BYTES + arrays_bytes + meta_bytes != table_bytes:
+    if count * _ROW_BYTES + arrays_bytes + meta_bytes + tree_bytes != table_bytes:
         damaged(
-            f"table: {count} chunks with {arrays_bytes} and {meta_bytes} bytes of JSON do not "
-            f"make {table_bytes} bytes"
+            f"table: {count} chunks with {arrays_bytes} and {meta_bytes} bytes of JSON and "
+            f"{tree_bytes} of the tree do not make {table_bytes} bytes"
         )
     table = fetch(table_at, table_bytes, "table")
     if (found := xxhash.xxh3_128_digest(table)) != table_digest:
         damaged(f"table: wanted digest {table_digest.hex()}, found {found.hex()}")
     json_at = count * _ROW_BYTES
+    meta_at, tree_at = json_at + arrays_bytes, table_bytes - tree_bytes
     try:
-        listed = json.loads(table[json_at : json_at + arrays_bytes].decode())
-        meta = json.loads(table[json_at + arrays_bytes :].decode())
-        arrays = tuple(ArraySpec(p, d, tuple(s), tuple(c)) for p, d, s, c in listed)
+        listed = json.loads(table[json_at:meta_at].decode())
+        meta = json.loads(table[meta_at:tree_at].decode())
+        arrays = _parse_arrays(listed)
     except (ValueError, TypeError, RecursionError) as error:
         raise Damaged(f"{where}: table: {error}") from error
     if not isinstance(meta, dict):
@@ -368,7 +389,18 @@ def decode(read: Callable[[int, int], Any], size_bytes: int, where: str) -> Head
     if fault := _fault(arrays):
         damaged(fault)
     columns = _columns(table, count, arrays, table_at, damaged)
-    return Header(meta, arrays, columns, total, xxhash.xxh3_128_hexdigest(page + table), where)
+    digest = xxhash.xxh3_128_hexdigest(page + table)
+    return Header(meta, arrays, columns, total, digest, where, table[tree_at:])
+
+
+def _parse_arrays(listed: Any) -> tuple[ArraySpec, ...]:
+    """The specs of a list that was read; equal shapes become one object, so one type as well."""
+    known: dict[Any, tuple[Any, Any]] = {}
+    arrays = []
+    for param, dtype, shape, chunk in listed:
+        shapes = (tuple(shape), tuple(chunk))
+        arrays.append(ArraySpec(param, dtype, *known.setdefault(shapes, shapes)))
+    return tuple(arrays)
 
 
 def _columns(
@@ -443,11 +475,15 @@ def _place(header: Header, row: int) -> str:
 
 def _fault(arrays: Sequence[ArraySpec]) -> str | None:
     """What is wrong with these specs, whatever source they come from; None if nothing."""
-    names = set()
+    names: set[str] = set()
+    fine: set[tuple[str, int, int]] = set()  # by identity: True is equal to 1
     for a in arrays:
         if type(a.param) is not str or a.param in names or not _is_utf8(a.param):
             return f"array name {a.param!r} is no text, or is there twice"
         names.add(a.param)
+        looked_at = (a.dtype, id(a.shape), id(a.chunk_shape))
+        if type(a.dtype) is str and looked_at in fine:
+            continue
         if type(a.dtype) is not str or a.dtype not in _DTYPES:
             return f"{a.param}: dtype {a.dtype!r} is none of {', '.join(_DTYPES)}"
         if len(a.shape) != len(a.chunk_shape) or len(a.shape) > _MAX_DIMENSIONS:
@@ -459,6 +495,7 @@ def _fault(arrays: Sequence[ArraySpec]) -> str | None:
             cells, chunk_bytes = cells * (n // c), chunk_bytes * c
         if cells >= _MAX_COUNT or chunk_bytes >= _MAX_COUNT:
             return f"{a.param}: {a.shape} in chunks of {a.chunk_shape} is beyond 2**62"
+        fine.add(looked_at)
     return None
 
 

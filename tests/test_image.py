@@ -333,7 +333,7 @@ def crafted(change: Change) -> bytes:
     Keys of page fields (`size`, `at`, ...) that `change` sets override the right ones.
     """
     raw, _ = small_image()
-    _, _, _, _, at, length, n, arrays_n, _ = struct.unpack_from("<8sIIQQQQQQ", raw)
+    _, _, _, _, at, length, n, arrays_n, meta_n, _ = struct.unpack_from("<8sIIQQQQQQQ", raw)
     table = raw[at : at + length]
     content: dict[str, Any] = {
         "cell": np.frombuffer(table, "<u8", n).copy(),
@@ -342,7 +342,8 @@ def crafted(change: Change) -> bytes:
         "array": np.frombuffer(table, "<u4", n, 32 * n).copy(),
         "crc": table[36 * n : 40 * n],
         "arrays": table[40 * n : 40 * n + arrays_n],
-        "meta": table[40 * n + arrays_n :],
+        "meta": table[40 * n + arrays_n :][:meta_n],
+        "tree": table[40 * n + arrays_n + meta_n :],
     }
     parts = tuple(content)
     change(content)
@@ -352,10 +353,11 @@ def crafted(change: Change) -> bytes:
     size = -(-(at + len(body)) // PAGE) * PAGE
     right = {"page": PAGE, "size": size, "at": at, "length": len(body), "count": n}
     right |= {"arrays_n": len(content["arrays"]), "meta_n": len(content["meta"])}
+    right |= {"tree_n": len(content["tree"])}
     page = bytearray(PAGE)
     fields = [content.get(k, v) for k, v in right.items()]
-    struct.pack_into("<8sIIQQQQQQ", page, 0, image.MAGIC, 1, *fields)
-    page[64:80] = xxhash.xxh3_128_digest(body)
+    struct.pack_into("<8sIIQQQQQQQ", page, 0, image.MAGIC, 1, *fields)
+    page[72:88] = xxhash.xxh3_128_digest(body)
     rest = raw[PAGE:at] + body
     return sealed(page, rest + bytes(-len(rest) % PAGE))
 
