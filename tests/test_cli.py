@@ -101,6 +101,9 @@ def test_ls_names_damaged_steps(run):
     assert (damaged[10]["attempt"], damaged[10]["pinned"]) == (None, True)
     assert layout.MARKER in damaged[10]["note"]
     assert str(manifest) in damaged[20]["note"]
+    text = ckpt_command("ls", run).stdout
+    assert len(text.splitlines()) == 2 + len(LINEAGE)
+    assert re.search(rf"^ *20 .* damaged +{re.escape(str(manifest))}", text, re.M)
 
 
 def test_links_inside_a_run(run):
@@ -233,6 +236,7 @@ def test_inspect_tells_what_can_be_told_of_a_damaged_step(run):
     assert len(found["leaves"]) == found["leaf_count"] == 6
     assert str(image) in found["damage"][0]
     (run / "branch-2" / "30" / layout.TREE).unlink()
+    assert "0 leaves" in ckpt_command("inspect", run).stdout
     found = answer("inspect", run, code=1)
     assert (found["leaves"], found["metrics"]["accuracy"]) == ([], 0.5)
 

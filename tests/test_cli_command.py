@@ -20,6 +20,7 @@ from ckpt import layout
 from ckpt.errors import StoreFailed
 from tools import cli, commands
 from tools.demo import play
+from tools.demo.trainer import TrainerFailed
 
 ROOT = Path(__file__).parent.parent
 VIEWS = ("ls", "log", "inspect", "verify")
@@ -98,7 +99,7 @@ def test_stores_that_fail_are_never_empty(tmp_path, monkeypatch):
     for command in VIEWS:
         refusal(command, tmp_path / "loop", code=4)
 
-    assert "s3" in refusal("ls", "s3://bucket/run", code=2)
+    assert "ftp" in refusal("ls", "ftp://bucket/run", code=2)
 
     def fails(store):
         raise StoreFailed("disk on fire")
@@ -262,7 +263,7 @@ def test_demo_that_cannot_be_played(monkeypatch):
     assert "at least 60" in refusal("demo", "--steps", 5, code=2)
 
     def fails(**_: object) -> None:
-        raise play.DemoFailed("the trainer would not start")
+        raise TrainerFailed("the trainer would not start")
 
     monkeypatch.setattr(play, "demo", fails)
     assert "would not start" in refusal("demo", code=4)

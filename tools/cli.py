@@ -45,7 +45,6 @@ _CODE_OF = {
     "AlreadyExists": 2,
     "StoreFailed": 4,
     "PeerFailed": 4,
-    "DemoFailed": 4,
     "TrainerFailed": 4,
     "Superseded": 5,
     "InUse": 5,

@@ -144,7 +144,7 @@ def size_of(manifest: Manifest) -> int:
 
 def _orbax_row(store: Store, step: StepId, state: State, *, pinned: bool) -> StepRow:
     name = str(step.step)
-    size = foreign.tree_bytes(f"{store.location}/{name}")
+    size = foreign.tree_bytes(store, name)
     time_ns = foreign.time_ns(store, f"{name}/{layout.ORBAX_STEP}")
     figures = foreign.numbers(foreign.json_or_none(store, f"{name}/metrics/metrics"))
     return StepRow(step.step, 0, 0, state, pinned, time_ns, size, figures, "written by Orbax")

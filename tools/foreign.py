@@ -8,16 +8,18 @@ import os
 from typing import Any
 
 from ckpt.errors import Damaged, NotFound
-from ckpt.store import Store
+from ckpt.store import FileStore, Store
 
 Json = Any
 
 
-def tree_bytes(path: str) -> int:
-    """Bytes of all files below a directory; links are not followed, since they may lead in rings.
-    What goes away meanwhile counts for nothing."""
+def tree_bytes(store: Store, name: str) -> int:
+    """Bytes of all files below a name, as far as the store tells. Links are not followed, since
+    they may lead in rings; what goes away meanwhile counts for nothing."""
+    if not isinstance(store, FileStore):
+        return sum(size for _, size in store.walk(name))
     total = 0
-    for directory, _, names in os.walk(path):
+    for directory, _, names in os.walk(os.path.join(store.location, name)):
         for name in names:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(directory, name)).st_size

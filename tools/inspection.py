@@ -224,7 +224,7 @@ def _of_orbax(path: Path, step: StepId | None) -> Inspection:
         tuple(rows),
         (),
         len(rows),
-        foreign.tree_bytes(str(path)),
+        foreign.tree_bytes(store, ""),
         None,
         foreign.time_ns(store, layout.ORBAX_STEP),
         foreign.numbers(metrics),

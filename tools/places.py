@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt import layout
 from ckpt.errors import Misuse, NotFound
 from ckpt.reader import Place, resolve
-from ckpt.store import Store
+from ckpt.store import Store, open_store
 
 _LOOKED_AT = 2000
 """Names of a directory that are looked at for a hint; it may be any directory."""
@@ -28,7 +28,7 @@ def place_at(location: str) -> Place:
         return resolve(location)
     except NotFound as error:
         meant = [str(path) for path in nearby(Path(os.path.abspath(location)))]
-        if not meant:
+        if not meant or "://" in location:
             raise
         raise NotFound(f"{error}; did you mean {' or '.join(meant)}?") from error
 
@@ -39,6 +39,9 @@ def run_at(location: str) -> Store:
     Raises:
         Misuse: it is one step of a run. Else as `place_at`.
     """
+    store = open_store(location)
+    if any(layout.parse_claim_name(entry.name) for entry in store.list(layout.ATTEMPTS)):
+        return store  # without listing its steps once more
     place = place_at(location)
     if place.step is not None:
         raise Misuse(f"{location}: one step; wanted its run, {place.store.location}")

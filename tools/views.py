@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ckpt.lineage import Skips
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 View = Iterator[RenderableType]
 
 _STYLES = {
-    "committed": "green",
+    "committed": "",
     "abandoned": "dim",
     "unfinished": "yellow",
     "damaged": "bold red",
@@ -48,13 +49,9 @@ def ls(found: RunListing) -> View:
     if not found.steps:
         yield _text("no steps")
         return
-    table = _table("step", "branch", "attempt", "saved", "size", "metrics", "state", "")
-    for index in (0, 1, 2, 4):
-        table.columns[index].justify = "right"
-    for row in found.steps:
-        style = "dim" if row.state == "abandoned" else ""
-        table.add_row(*map(_text, _cells(row)), _state(row), _text(row.note), style=style)
-    yield table
+    headings = (">step", ">branch", ">attempt", "saved", ">size", "metrics", "state", "")
+    rows = [(list(_cells(row)), _STYLES[row.state]) for row in found.steps]
+    yield from _table(headings, rows)
 
 
 def _cells(row: StepRow) -> Iterator[str]:
@@ -64,11 +61,8 @@ def _cells(row: StepRow) -> Iterator[str]:
     yield moment(row.time_ns)
     yield "" if row.size_bytes is None else size(row.size_bytes)
     yield figures(row.metrics)
-
-
-def _state(row: StepRow) -> Text:
-    state = Text(row.state, _STYLES[row.state])
-    return state.append(", pinned", "cyan") if row.pinned else state
+    yield f"{row.state}, pinned" if row.pinned else row.state
+    yield row.note
 
 
 # --- log ---------------------------------------------------------------------------------------
@@ -168,13 +162,9 @@ def inspect(found: Inspection) -> View:
     yield Text("")
     yield from _tree(found.leaves, "." if found.format == "orbax" else "/")
     yield Text("")
-    table = _table("dtype", "leaves", "elements", "bytes")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for total in found.totals:
-        counts = (f"{n:,}" for n in (total.leaves, total.elements, total.size_bytes))
-        table.add_row(_text(total.dtype), *counts)
-    yield table
+    sums = [(total.dtype, total.leaves, total.elements, total.size_bytes) for total in found.totals]
+    cells = [([dtype, *(f"{number:,}" for number in numbers)], "") for dtype, *numbers in sums]
+    yield from _table(("dtype", ">leaves", ">elements", ">bytes"), cells)
     shown = "" if len(found.leaves) == found.leaf_count else f"{len(found.leaves)} of "
     yield _text(f"{shown}{found.leaf_count:,} leaves; the step occupies {size(found.size_bytes)}")
     hidden = [leaf.name for leaf in found.leaves if leaf.hidden_from_orbax]
@@ -297,11 +287,28 @@ def rewound(done: Rewound) -> View:
 # --- words -------------------------------------------------------------------------------------
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in headings:
-        table.add_column(heading)
-    return table
+def _table(headings: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -> View:
+    """Lines of cells, each with a style; headings with `>` stand over numbers.
+
+    Rich's tables take ten times as long, which is felt where a run has a thousand steps.
+    """
+    shown = [([printable(cell).replace("\n", " ") for cell in row], style) for row, style in rows]
+    widths = [
+        max([cell_len(heading.lstrip(">")), *(cell_len(row[place]) for row, _ in shown)])
+        for place, heading in enumerate(headings)
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(
+            " " * (width - cell_len(cell)) + cell
+            if heading.startswith(">")
+            else cell + " " * (width - cell_len(cell))
+            for cell, heading, width in zip(cells, headings, widths, strict=True)
+        ).rstrip()
+
+    yield Text(line([heading.lstrip(">") for heading in headings]), "bold")
+    for style, group in groupby(shown, key=lambda row: row[1]):
+        yield Text("\n".join(line(cells) for cells, _ in group), style)
 
 
 def _text(text: str, style: str = "") -> Text:
