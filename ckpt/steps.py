@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ckpt import attempts, commit, layout
-from ckpt.errors import CheckpointError, Damaged, NotFound
+from ckpt.errors import CheckpointError, Damaged, NotFound, Unsupported
 from ckpt.image import Header
 from ckpt.layout import Part
 from ckpt.leaves import LeafSpec
@@ -119,13 +119,24 @@ class OpenStep:
         return [leaf.name for leaf in self.leaves if not leaf.orbax]
 
 
+def check_ours(store: Store, step: StepId) -> None:
+    """Raises Unsupported for a step of Orbax."""
+    if not step.attempt:
+        raise Unsupported(
+            f"{store.location}/{step.step}: written by Orbax, which keeps neither digests nor a "
+            "manifest: it can be restored, but not verified; save it once with ckpt to have them"
+        )
+
+
 def read_manifest(store: Store, step: StepId) -> Manifest:
     """The manifest of a committed step, checked against its marker.
 
     Raises:
         NotFound: no such step.
         Damaged: marker or manifest are not what was written.
+        Unsupported: a step of Orbax, which has neither.
     """
+    check_ours(store, step)
     prefix = layout.step_name(step.branch, step.step)
     marker = attempts.read_marker(store, step.branch, step.step)
     key = f"{prefix}/{layout.MANIFEST}"

@@ -18,6 +18,7 @@ from ckpt.steps import (
     OpenStep,
     check_files,
     check_leaf_digests,
+    check_ours,
     open_step,
     read_manifest,
 )
@@ -83,6 +84,7 @@ def verify(
 
     Raises:
         NotFound: neither run nor step. StoreFailed: the store did not answer.
+        Unsupported: one step of Orbax. In a run they are passed over.
     """
     try:
         place = resolve(location)
@@ -92,6 +94,7 @@ def verify(
         return Verification(where, (), (Damage(where, str(error)),))
     store = place.store
     if place.step is not None:
+        check_ours(store, place.step)
         report = verify_step(store, place.step, shallow=shallow, progress=progress)
         return Verification(store.location, (report,))
     records = check_records(store)

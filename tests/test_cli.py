@@ -13,6 +13,7 @@ from cli_runs import answer, ckpt_command, iterator, refusal, state, training
 
 import ckpt
 from ckpt import layout
+from ckpt.errors import Unsupported
 from tools import commands, views
 
 ROOT = Path(__file__).parent.parent
@@ -332,7 +333,9 @@ def test_steps_of_orbax_are_inspected(orbax, name):
 def test_steps_of_orbax_have_nothing_to_verify(orbax):
     assert answer("verify", orbax / "run")["unverifiable"] == ["3", "4"]
     assert "not looked at: steps 3, 4" in ckpt_command("verify", orbax / "run").stdout
-    assert "no digests" in refusal("verify", orbax / "run" / "3", code=2)
+    assert "neither digests nor" in refusal("verify", orbax / "run" / "3", code=2)
+    with pytest.raises(Unsupported, match="written by Orbax"):
+        ckpt.metadata(orbax / "run")
 
 
 # --- words ---------------------------------------------------------------------------------------

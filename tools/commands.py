@@ -5,6 +5,7 @@ Free of jax and TensorStore, as is everything that these three need.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -340,18 +341,10 @@ def verify(location: str, *, shallow: bool = False, progress: Progress | None = 
     """
     begun = time.monotonic()
     orbax: list[str] = []
-    try:
+    with contextlib.suppress(Damaged):  # which is for `verify_location` to report
         place = place_at(location)
-    except Damaged:
-        pass  # for `verify_location` to report
-    else:
         if place.step is None:
             orbax = [str(step.step) for step in attempts.orbax_steps(place.store)]
-        elif not place.step.attempt:
-            raise Unsupported(
-                f"{location}: written by Orbax, which stores no digests, so there is nothing to "
-                "compare with; save it once with ckpt to have them"
-            )
     found = verify_location(location, shallow=shallow, progress=progress)
     steps = tuple(_checked(found))
     return Check(
