@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt import layout
-from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, Superseded
+from ckpt import layout, publishing
+from ckpt.errors import AlreadyExists, CheckpointError, Damaged, Superseded
 from ckpt.lineage import (
     Claim,
     Decision,
@@ -27,7 +28,7 @@ from ckpt.lineage import (
     owner,
     owns,
 )
-from ckpt.store import Store
+from ckpt.store import Entry, Store
 
 
 @dataclass(frozen=True)
@@ -79,88 +80,40 @@ def list_run(store: Store) -> Listing:
         StoreFailed: the store did not answer.
     """
     claims = list_claims(store)
+    named = (layout.parse_decision_name(entry.name) for entry in store.list(layout.ATTEMPTS))
+    decided = [number for number in named if number is not None]
+    keys = [layout.decision_name(number) for number in decided]
     decisions = {}
-    for entry in store.list(layout.ATTEMPTS):
-        number = layout.parse_decision_name(entry.name)
-        if number is not None:
-            key = f"{layout.ATTEMPTS}/{entry.name}"
-            where = f"{store.location}/{key}"
-            decision = layout.parse_decision(store.read(key), where)
-            if decision.attempt != number:
-                raise Damaged(f"{where}: holds the decision of attempt {decision.attempt}")
-            decisions[number] = decision
-    steps: list[StepId] = []
-    damaged: list[tuple[str, str]] = []
-    remains: list[Remain] = []
-    for entry in store.list(""):
-        branch = layout.parse_branch_name(entry.name) if entry.is_dir else None
-        if branch is not None:
-            _list_branch(store, branch, steps, damaged, remains)
-    steps += orbax_steps(store)
-    return Listing(tuple(claims), decisions, tuple(sorted(steps)), tuple(damaged), tuple(remains))
-
-
-def _list_branch(
-    store: Store,
-    branch: int,
-    steps: list[StepId],
-    damaged: list[tuple[str, str]],
-    remains: list[Remain],
-) -> None:
-    for entry in store.list(layout.branch_name(branch)):
-        if not entry.is_dir:
-            continue
-        remain = layout.parse_temporary_name(branch, entry.name)
-        if remain is not None:
-            remains.append(remain)
-            continue
-        step = layout.parse_step_name(entry.name)
-        if step is None:
-            continue
-        try:
-            found = _marker_now(store, branch, step)
-        except Damaged as error:
-            damaged.append((layout.step_name(branch, step), str(error)))
-        else:
-            if found is not None:
-                steps.append(found.id)
-
-
-def _marker_now(store: Store, branch: int, step: int) -> layout.Marker | None:
-    """The marker of a step that was just listed; None when the step is gone by now."""
-    name = layout.step_name(branch, step)
-    for _ in range(3):
-        try:
-            return read_marker(store, branch, step)
-        except NotFound:
-            if not store.exists(name):
-                return None
-            # Without a marker, or condemned and put back between these two calls.
-    raise Damaged(f"{store.location}/{name}: {layout.MARKER} is absent")
-
-
-def read_marker(store: Store, branch: int, step: int) -> layout.Marker:
-    """The marker of a step, checked against the place where it lies.
-
-    Raises:
-        NotFound: no marker there.
-        Damaged: it does not parse, or belongs elsewhere.
-    """
-    key = f"{layout.step_name(branch, step)}/{layout.MARKER}"
-    where = f"{store.location}/{key}"
-    marker = layout.Marker.parse(store.read(key), where)
-    if (marker.id.branch, marker.id.step) != (branch, step):
-        raise Damaged(
-            f"{where}: belongs to {marker.id}, found in branch {branch} as step {step}; "
-            "the directory was renamed or its files were mixed up"
-        )
-    return marker
+    for number, key, data in zip(decided, keys, store.read_many(keys), strict=True):
+        if not isinstance(data, bytes):
+            raise data
+        where = f"{store.location}/{key}"
+        decision = layout.parse_decision(data, where)
+        if decision.attempt != number:
+            raise Damaged(f"{where}: holds the decision of attempt {decision.attempt}")
+        decisions[number] = decision
+    states = publishing.of(store)
+    root = store.list("")
+    numbers = (layout.parse_branch_name(entry.name) for entry in root if entry.is_dir)
+    branches = [states.list_branch(number) for number in numbers if number is not None]
+    steps = [step for branch in branches for step in branch.steps] + _orbax_steps(store, root)
+    return Listing(
+        tuple(claims),
+        decisions,
+        tuple(sorted(steps)),
+        tuple(each for branch in branches for each in branch.damaged),
+        tuple(each for branch in branches for each in branch.remains),
+    )
 
 
 def orbax_steps(store: Store) -> list[StepId]:
     """Steps that Orbax wrote straight into the root."""
+    return _orbax_steps(store, store.list(""))
+
+
+def _orbax_steps(store: Store, root: Sequence[Entry]) -> list[StepId]:
     found = []
-    for entry in store.list(""):
+    for entry in root:
         step = layout.parse_step_name(entry.name) if entry.is_dir else None
         if step is None:
             continue
@@ -190,7 +143,13 @@ def claim(store: Store, kind: Kind) -> int:
 
 def record(store: Store, decision: Decision) -> None:
     """Write the decision of an attempt, once."""
-    store.put_if_absent(layout.decision_name(decision.attempt), layout.emit_decision(decision))
+    key, text = layout.decision_name(decision.attempt), layout.emit_decision(decision)
+    try:
+        store.put_if_absent(key, text)
+    except AlreadyExists:
+        # Only this attempt writes it: an answer was lost, and the second try met the first.
+        if store.read(key) != text:
+            raise
 
 
 def look(store: Store, attempt: int) -> None:

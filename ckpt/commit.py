@@ -6,19 +6,22 @@ finishes a commit, the attempt itself or a later one, writes the same bytes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from ckpt import attempts, layout, lineage, ocdbt, orbax_json
+from ckpt import attempts, layout, lineage, ocdbt, orbax_json, pieces, publishing
+from ckpt.btree import renewed
 from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, StoreFailed, Superseded
 from ckpt.image import ArraySpec, Header, decode
 from ckpt.layout import Part
 from ckpt.leaves import EmptySpec, LeafSpec
 from ckpt.lineage import Lineage, Remain, StepId
+from ckpt.recurring import Basis, Recurring, Template
 from ckpt.store import Store
 
 Json = Any
@@ -81,10 +84,70 @@ def is_complete(store: Store, remain: Remain) -> bool:
 # --- the small files, a pure function ----------------------------------------------------------
 
 
-def step_files(headers: Sequence[Header]) -> dict[str, bytes]:
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """What is the same in all steps of an attempt that have one structure."""
+
+    files: dict[str, bytes]
+    index: ocdbt.Database
+    """Under some uuid and time."""
+    arrays: int
+    digested: list[str]
+    """Params of the leaves with digests, in the order of the tree record."""
+    record: Callable[[Sequence[str]], bytes]
+    """`tree.json` from the digests of these leaves."""
+
+
+Known = Recurring[_Same]
+
+
+def _same(headers: Sequence[Header], index: ocdbt.Database) -> _Same:
+    meta, tree = headers[0].meta, _parse_tree(headers[0])
+    leaves = [LeafSpec.from_json(leaf) for leaf in tree["leaves"]]
+    empty = [EmptySpec.from_json(node) for node in tree["empty"]]
+    by_param = {spec.param: spec for header in headers for spec in header.arrays}
+    arrays = [by_param[leaf.param] for leaf in leaves if leaf.param in by_param]
+    files = orbax_json.files(
+        leaves,
+        arrays,
+        [(node.keys, node.orbax_type) for node in empty],
+        item=layout.ITEM,
+        device=meta["record"]["device"],
+        init_ns=meta["time_ns"],
+        commit_ns=meta["time_ns"],
+    )
+    files[layout.index_name(meta["attempt"])] = index.nodes
+    digested = [spec.param for spec in arrays]
+    template = Template.cut(
+        lambda digest: _tree(tree, leaves, dict.fromkeys(digested, digest)), len(digested)
+    )
+
+    def record(digests: Sequence[str]) -> bytes:
+        if template is not None:
+            return layout.close(template.fill(digests))
+        return layout.close(_tree(tree, leaves, dict(zip(digested, digests, strict=True))))
+
+    return _Same(files, index, len(arrays), digested, record)
+
+
+def _parse_tree(header: Header) -> dict[str, Json]:
+    try:
+        tree = json.loads(header.tree)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{header.where}: the tree record is no JSON ({error})") from error
+    if not isinstance(tree, dict) or not tree.keys() >= {"structure", "leaves", "empty"}:
+        raise Damaged(f"{header.where}: no tree record: {header.tree[:200]!r}")
+    return tree
+
+
+def step_files(
+    headers: Sequence[Header], cut_bytes: int | None = None, known: Known | None = None
+) -> dict[str, bytes]:
     """All small files of a step but the parts, by name relative to the step; the marker last.
 
     `headers` are those of the images of process 0, 1, ... The record of the step is in the first.
+    `known` remembers what other steps of the same structure have as well.
+    `cut_bytes` is that of the store: the index points into the objects of cut images.
 
     Raises:
         Damaged: the images do not belong together, or a chunk of an array is in none of them.
@@ -98,25 +161,21 @@ def step_files(headers: Sequence[Header]) -> dict[str, bytes]:
                 f"{header.where}: wanted process {number} of step {step}, attempt {attempt}; "
                 f"found (step, attempt, process) = {found}"
             )
-    leaves = [LeafSpec.from_json(leaf) for leaf in record["leaves"]]
-    empty = [EmptySpec.from_json(node) for node in record["empty"]]
-    by_param = {spec.param: spec for header in headers for spec in header.arrays}
-    arrays = [by_param[leaf.param] for leaf in leaves if leaf.param in by_param]
 
-    database = _index(headers, attempt)
+    def make() -> _Same:
+        return _same(headers, _index(headers, attempt, cut_bytes))
+
+    basis = Basis(tuple(headers), (attempt, record["device"], cut_bytes))
+    same = make() if known is None else known.get(basis, make)
+    index = renewed(same.index, _uuid(headers), meta["time_ns"])
+    digests = leaf_digests(headers)
     files = {
-        **orbax_json.files(
-            leaves,
-            arrays,
-            [(node.keys, node.orbax_type) for node in empty],
-            item=layout.ITEM,
-            device=record["device"],
-            init_ns=meta["time_ns"],
-            commit_ns=meta["time_ns"],
+        **same.files,
+        layout.ORBAX_STEP: orbax_json.checkpoint_metadata(
+            layout.ITEM, init_ns=meta["time_ns"], commit_ns=meta["time_ns"]
         ),
-        layout.index_name(attempt): database.nodes,
-        f"{layout.ITEM}/manifest.ocdbt": database.manifest,
-        layout.TREE: _tree(record, leaves, leaf_digests(headers)),
+        f"{layout.ITEM}/manifest.ocdbt": index.manifest,
+        layout.TREE: same.record([digests[param] for param in same.digested]),
     }
     manifest = layout.seal(
         {
@@ -139,7 +198,7 @@ def step_files(headers: Sequence[Header]) -> dict[str, bytes]:
                 for name, data in {**_parts(headers), **files}.items()
             },
             "bytes": int(sum(int(header.columns.nbytes.sum()) for header in headers)),
-            "arrays": len(arrays),
+            "arrays": same.arrays,
             "data": _data(headers),
             **{name: record.get(name) for name in ("metrics", "extra", "guard", "environment")},
         }
@@ -166,27 +225,34 @@ def _parts(headers: Sequence[Header]) -> dict[str, bytes]:
     return {layout.part_name(part.attempt, part.process): part.emit() for part in parts}
 
 
-def _index(headers: Sequence[Header], attempt: int) -> ocdbt.Database:
-    meta = headers[0].meta
-    identity = ":".join(header.digest for header in headers).encode()
+def _index(headers: Sequence[Header], attempt: int, cut_bytes: int | None) -> ocdbt.Database:
     prefix = f"{layout.ITEM}/"
+    images = [layout.image_name(attempt, i).removeprefix(prefix) for i in range(len(headers))]
     return ocdbt.index(
         headers,
-        [layout.image_name(attempt, number).removeprefix(prefix) for number in range(len(headers))],
+        images,
         layout.index_name(attempt).removeprefix(prefix),
-        uuid=xxhash.xxh3_128_digest(identity),
-        time_ns=meta["time_ns"],
+        uuid=_uuid(headers),
+        time_ns=headers[0].meta["time_ns"],
+        objects=[
+            pieces.objects(header, image, cut_bytes)
+            for header, image in zip(headers, images, strict=True)
+        ],
     )
 
 
-def _tree(record: dict[str, Json], leaves: Sequence[LeafSpec], digests: dict[str, str]) -> bytes:
-    return layout.seal(
+def _uuid(headers: Sequence[Header]) -> bytes:
+    return xxhash.xxh3_128_digest(":".join(header.digest for header in headers).encode())
+
+
+def _tree(tree: dict[str, Json], leaves: Sequence[LeafSpec], digests: dict[str, str]) -> bytes:
+    return layout.canonical(
         {
             "format": layout.FORMAT,
-            "structure": record["structure"],
-            "empty": record["empty"],
+            "structure": tree["structure"],
+            "empty": tree["empty"],
             "leaves": [
-                {**leaf.to_json(), "digest": digests.get(leaf.param)}
+                {**leaf.to_json(), "digest": digests[leaf.param]}
                 if leaf.param in digests
                 else leaf.to_json()
                 for leaf in leaves
@@ -249,16 +315,30 @@ def _data(headers: Sequence[Header]) -> dict[str, Json]:
 # --- writing and publishing --------------------------------------------------------------------
 
 
-def finish(store: Store, prefix: str, headers: Sequence[Header]) -> None:
-    """Write the small files of a step whose images and parts are durable under `prefix`."""
-    files = step_files(headers)
+def write_image(store: Store, prefix: str, header: Header, data: memoryview) -> None:
+    """Write the image of `header` under `prefix`, cut as the store wants it; durable."""
+    key = f"{prefix}/{layout.image_name(header.meta['attempt'], header.meta['process'])}"
+    borders = pieces.cuts(header, store.cut_bytes)
+    if borders:
+        store.write_image(key, data, borders)
+    else:
+        store.write_image(key, data)
+
+
+def finish(
+    store: Store, step: StepId, headers: Sequence[Header], known: Known | None = None
+) -> bytes:
+    """Write the small files of a step whose images and parts are durable. Returns its marker."""
+    states = publishing.of(store)
+    files = step_files(headers, store.cut_bytes, known)
     marker = files.pop(layout.MARKER)
-    store.put_many({f"{prefix}/{name}": data for name, data in files.items()})
-    store.put(f"{prefix}/{layout.MARKER}", marker)
+    store.put_many({f"{states.making(step)}/{name}": data for name, data in files.items()})
+    states.complete(step, marker)
+    return marker
 
 
-def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
-    """Look, rename to the final name, look again. Returns when the step is acknowledged.
+def publish(store: Store, step: StepId, marker: bytes, line: Lineage, *, owner: int) -> None:
+    """Look, commit, look again. Returns when the step is acknowledged.
 
     `line` is the lineage of the head, `owner` the attempt that must own the run: that of the step
     for a save, a later one for a roll-forward.
@@ -267,20 +347,18 @@ def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
         Superseded: a newer attempt owns the run; whether the step counts is for its lineage to say.
         AlreadyExists: another step that counts stands there, or one that is damaged.
     """
-    making = layout.making_name(step.branch, step.step, step.attempt)
-    final = layout.step_name(step.branch, step.step)
+    states = publishing.of(store)
+    place = f"{store.location}/{layout.step_name(step.branch, step.step)}"
     attempts.look(store, owner)
     while True:
         try:
-            store.move(making, final)
+            states.publish(step, marker)
             break
         except NotFound as error:
             # Rolled forward or removed by somebody else: the look tells, or it is there already.
             attempts.look(store, owner)
             if _occupant(store, step) != step:
-                raise StoreFailed(
-                    f"{store.location}/{making}: vanished while it was being published"
-                ) from error
+                raise StoreFailed(f"{place}: vanished while it was being published") from error
             break
         except AlreadyExists:
             occupant = _occupant(store, step)
@@ -292,23 +370,17 @@ def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
                     f"{occupant} is there and counts" if occupant else "what is there is damaged"
                 )
                 raise AlreadyExists(
-                    f"{store.location}/{final}: {there}; attempt {owner} must not replace it"
+                    f"{place}: {there}; attempt {owner} must not replace it"
                 ) from None
-            _set_aside(store, step, owner)
+            states.set_aside(step, owner)
     attempts.look(store, owner)
 
 
 def _occupant(store: Store, step: StepId) -> StepId | None:
     try:
-        return attempts.read_marker(store, step.branch, step.step).id
+        return publishing.read_marker(store, step.branch, step.step).id
     except (NotFound, Damaged):
         return None
-
-
-def _set_aside(store: Store, step: StepId, owner: int) -> None:
-    aside = layout.aside_name(step.branch, step.step, owner)
-    store.delete_tree(aside)
-    store.move(layout.step_name(step.branch, step.step), aside)
 
 
 # --- deleting ------------------------------------------------------------------------------------
@@ -320,26 +392,22 @@ def delete_step(store: Store, step: StepId, *, owner: int) -> None:
     Raises:
         Superseded: a newer attempt owns the run; the step was put back.
     """
-    final = layout.step_name(step.branch, step.step)
-    condemned = layout.deleted_name(step.branch, step.step, owner)
-    store.delete_tree(condemned)
+    states = publishing.of(store)
     try:
-        store.move(final, condemned)
+        states.condemn(step, owner)
     except NotFound:
         return
     try:
         attempts.look(store, owner)
     except Superseded:
-        with contextlib.suppress(NotFound, AlreadyExists):  # the new owner may have dealt with it
-            store.move(condemned, final)
+        states.put_back(step, owner)  # unless the new owner has dealt with it
         raise
-    store.delete_tree(condemned)
+    states.remove(step.branch, step.step, owner)
 
 
 def put_back(store: Store, step: StepId, remain: Remain) -> None:
     """Take a step back that an older attempt condemned after this attempt's claim."""
-    with contextlib.suppress(NotFound, AlreadyExists):  # its deleter may have put it back
-        store.move(remain.name, layout.step_name(step.branch, step.step))
+    publishing.of(store).put_back(step, remain.attempt)
 
 
 def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[str]:
@@ -362,8 +430,8 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
             step = StepId(remain.step, remain.branch, remain.attempt)
             try:
                 store.clear_temporaries(remain.name)
-                finish(store, remain.name, read_headers(store, remain.name, remain.attempt))
-                publish(store, step, line, owner=owner)
+                headers = read_headers(store, remain.name, remain.attempt)
+                publish(store, step, finish(store, step, headers), line, owner=owner)
             except (NotFound, Damaged, AlreadyExists) as error:
                 done.append(f"left {remain.name}: {error}")
                 continue
@@ -375,14 +443,12 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
 
 
 def _remove(store: Store, remain: Remain, owner: int) -> None:
-    """First out of the way under a name of ours, so that nobody publishes half of it."""
-    mine = layout.deleted_name(remain.branch, remain.step, owner)
-    store.delete_tree(mine)
+    states = publishing.of(store)
     try:
-        store.move(remain.name, mine)
+        states.take_over(remain, owner)
     except NotFound:
         return
-    store.delete_tree(mine)
+    states.remove(remain.branch, remain.step, owner)
 
 
 def read_headers(store: Store, prefix: str, attempt: int) -> list[Header]:

@@ -34,12 +34,15 @@ def index(
     *,
     uuid: bytes,
     time_ns: int,
+    objects: Sequence[Sequence[tuple[int, str]]] | None = None,
 ) -> Database:
     """The index of a step: `<param>/zarr.json` inline, each chunk `<param>/c/<i>/<j>` by reference.
 
     `image_paths[i]` is the image of `headers[i]`, and `node_path` the file that will hold the
-    nodes, all relative to the folder of the manifest. `uuid` (16 bytes) and `time_ns` (since
-    1970) come from the attempt. A value is a chunk's bytes with the CRC-32C behind them.
+    nodes, all relative to the folder of the manifest. Where images are cut between chunks,
+    `objects[i]` has (first byte, path) of each object of `headers[i]`, in order. `uuid` (16 bytes)
+    and `time_ns` (since 1970) come from the attempt. A value is a chunk's bytes with the CRC-32C
+    behind them.
 
     Raises:
         Damaged: images disagree about an array, or a chunk is in two of them or in none. (A
@@ -65,16 +68,26 @@ def index(
     grid = np.zeros((len(array), width), np.int64)
     for table, end in zip(tables, np.cumsum(counts).tolist(), strict=True):
         grid[end - len(table.array) : end, : table.grid.shape[1]] = table.grid
-    file = np.repeat(np.arange(len(headers)), counts)
-    _check_complete(arrays, array, grid, [image_paths[at] for at in file.tolist()])
+    image = np.repeat(np.arange(len(headers)), counts)
+    _check_complete(arrays, array, grid, [image_paths[at] for at in image.tolist()])
+
+    # Objects of all images in one row; a chunk lies in the last one that begins before it.
+    rows = objects if objects is not None else [[(0, path)] for path in image_paths]
+    before = np.cumsum([0, *(len(row) for row in rows)])
+    file, offset = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+    for first, row, table in zip(before.tolist(), rows, tables, strict=False):
+        starts = np.array([start for start, _ in row], np.uint64)
+        at = np.searchsorted(starts, table.offset, "right") - 1
+        file.append(first + at)
+        offset.append(table.offset - starts[at])
 
     absent = np.zeros(len(arrays), np.uint64)
     entries = Entries(
         keys=[_key_prefix(spec.param) + b"zarr.json" for spec in arrays]
         + _chunk_keys(arrays, array, grid),
-        files=image_paths,
-        file=np.concatenate([np.full(len(arrays), -1), file]),
-        offset=np.concatenate([absent, *(table.offset for table in tables)]),
+        files=[path for row in rows for _, path in row],
+        file=np.concatenate([np.full(len(arrays), -1), *file]),
+        offset=np.concatenate([absent, *offset]),
         length=np.concatenate([absent, *(table.nbytes + np.uint64(CRC_BYTES) for table in tables)]),
         inline=[zarr_metadata(spec) for spec in arrays],
     )

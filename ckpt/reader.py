@@ -13,6 +13,7 @@ from ckpt import attempts, layout, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
 from ckpt.lineage import StepId, choose, counting
+from ckpt.publishing import read_marker
 from ckpt.retention import Best, best
 from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
 from ckpt.store import FileStore, Store, open_store
@@ -317,19 +318,23 @@ def resolve(location: str | os.PathLike[str]) -> Place:
         Damaged: a step whose marker is not what was written.
     """
     store = open_store(location)
-    path = Path(store.location)
-    step, branch = layout.parse_step_name(path.name), layout.parse_branch_name(path.parent.name)
+    path = store.location
+    parent, name = os.path.split(path)
+    grandparent, parent_name = os.path.split(parent)
+    step, branch = layout.parse_step_name(name), layout.parse_branch_name(parent_name)
     if step is not None and branch is not None:
-        root = open_store(path.parent.parent)
+        root = open_store(grandparent)
         if not root.exists(layout.step_name(branch, step)):
             raise NotFound(f"{path}: no such step")
         try:
-            return Place(root, attempts.read_marker(root, branch, step).id)
+            return Place(root, read_marker(root, branch, step).id)
         except NotFound as error:
             raise Damaged(f"{path}: {layout.MARKER} is absent: no committed step") from error
-    if step is not None and StepId(step, 0, 0) in attempts.orbax_steps(open_store(path.parent)):
-        return Place(open_store(path.parent), StepId(step, 0, 0))
-    if path.is_file():
+    if isinstance(store, FileStore) and step is not None:
+        root = open_store(parent)
+        if StepId(step, 0, 0) in attempts.orbax_steps(root):
+            return Place(root, StepId(step, 0, 0))
+    if os.path.isfile(path):
         raise NotFound(f"{path}: a file; wanted the directory of a run or of a step")
     listing = attempts.list_run(store)
     if listing.empty:

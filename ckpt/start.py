@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt import attempts, commit, layout, states
+from ckpt import attempts, commit, layout, publishing, states
 from ckpt.attempts import Listing
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, PeerFailed
 from ckpt.lineage import (
@@ -220,16 +220,16 @@ class Start:
             return self._read(step, wish)
         except Damaged as error:
             # An older attempt may have condemned it after our claim; then it is ours to put back.
-            name = layout.step_name(step.branch, step.step)
+            states = publishing.of(self.store)
             found = [
                 remain
                 for remain in attempts.list_run(self.store).remains
                 if (remain.branch, remain.step) == (step.branch, step.step)
                 and may_put_back(number, listing.steps, remain)
             ]
-            if not self.store.exists(name) and found:
+            if not states.stands(step) and found:
                 commit.put_back(self.store, step, found[0])
-            elif not (isinstance(error.__cause__, NotFound) and self.store.exists(name)):
+            elif not (isinstance(error.__cause__, NotFound) and states.stands(step)):
                 raise  # else another process was faster in putting it back
             return self._read(step, wish)
 

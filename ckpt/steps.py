@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from ckpt import attempts, commit, layout
-from ckpt.errors import CheckpointError, Damaged, NotFound, Unsupported
+from ckpt import commit, layout
+from ckpt.errors import Damaged, NotFound, Unsupported
 from ckpt.image import Header
 from ckpt.layout import Part
 from ckpt.leaves import LeafSpec
 from ckpt.lineage import StepId
+from ckpt.publishing import read_marker
 from ckpt.store import Store
 
 Json = Any
@@ -138,7 +139,7 @@ def read_manifest(store: Store, step: StepId) -> Manifest:
     """
     check_ours(store, step)
     prefix = layout.step_name(step.branch, step.step)
-    marker = attempts.read_marker(store, step.branch, step.step)
+    marker = read_marker(store, step.branch, step.step)
     key = f"{prefix}/{layout.MANIFEST}"
     where = f"{store.location}/{key}"
     data = _read_present(store, key)
@@ -200,19 +201,14 @@ def open_step(store: Store, step: StepId) -> OpenStep:
 def check_files(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
     """Size and digest of every small file that the manifest names."""
     damage = []
-    for name, (size, digest) in manifest.files.items():
-        key = f"{prefix}/{name}"
-        try:
-            data = store.read(key)
-        except NotFound:
+    keys = [f"{prefix}/{name}" for name in manifest.files]
+    wanted = manifest.files.values()
+    for key, (size, digest), data in zip(keys, wanted, store.read_many(keys), strict=True):
+        if isinstance(data, NotFound):
             damage.append(Damage(key, "absent"))
-            continue
-        except CheckpointError as error:
-            if not isinstance(error, Damaged):
-                raise
-            damage.append(Damage(key, str(error)))
-            continue
-        if len(data) != size:
+        elif isinstance(data, Damaged):
+            damage.append(Damage(key, str(data)))
+        elif len(data) != size:
             damage.append(Damage(key, f"wanted {size} bytes, found {len(data)}"))
         elif (found := layout.digest(data)) != digest:
             damage.append(Damage(key, f"wanted digest {digest}, found {found}"))

@@ -4,10 +4,12 @@ The contract (every store must hold it, `tests/store_contract.py` asks):
 
 - Keys are relative paths with `/`; no empty, `.` or `..` components.
 - `put`, `put_many`, `put_if_absent`, `write_image`, `move` are durable when they return.
-- `put_if_absent` has exactly one winner; the others get `AlreadyExists`.
+- `put_if_absent` has exactly one winner; the others get `AlreadyExists`. Behind a network the
+  winner may be told so, too, when an answer was lost.
 - `put` is atomic: a reader sees the old bytes or the new ones.
 - `move` is atomic and fails on an existing non-empty target; what it moved is gone from the source.
 - `write_image` leaves nothing behind when it fails.
+- Either `move` is atomic (`renames`), or there is an atomic `swap` (`SwappingStore`).
 - `NotFound` is raised by what reads and moves, for what is not there and for nothing else; what is
   there and is no file is `Damaged`; every other failure of the store is `StoreFailed`.
 - `delete` and `delete_tree` of what is absent are fine.
@@ -22,6 +24,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +46,8 @@ class Entry:
 
     name: str
     is_dir: bool
-    size_bytes: int = 0
+    size_bytes: int | None = 0
+    """None: listing does not tell it."""
 
 
 class ImageReader(abc.ABC):
@@ -90,6 +94,9 @@ class Store(abc.ABC):
     renames: bool
     """Has an atomic `move`. Without it steps are written in place and the marker publishes."""
 
+    cut_bytes: int | None = None
+    """Images are cut between chunks into objects of at most so many bytes; None: they are not."""
+
     @abc.abstractmethod
     def put(self, key: str, data: bytes) -> None:
         """Write or replace a small file."""
@@ -110,6 +117,16 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def read(self, key: str) -> bytes:
         """The bytes of a small file. Raises NotFound, and Damaged for what can be none."""
+
+    def read_many(self, keys: Sequence[str]) -> Sequence[bytes | NotFound | Damaged]:
+        """What `read` returns or raises for each key; a failure of the store is raised."""
+        found: list[bytes | NotFound | Damaged] = []
+        for key in keys:
+            try:
+                found.append(self.read(key))
+            except (NotFound, Damaged) as error:
+                found.append(error)
+        return found
 
     @abc.abstractmethod
     def list(self, prefix: str) -> list[Entry]:
@@ -137,24 +154,56 @@ class Store(abc.ABC):
         Raises:
             NotFound: no such directory.
             AlreadyExists: the target is there and not empty.
+            Misuse: the store cannot rename.
         """
 
     @abc.abstractmethod
-    def write_image(self, key: str, data: memoryview) -> None:
-        """Write a large file, durable and without leaving it in the page cache if possible."""
+    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
+        """Write a large file, durable and without leaving it in the page cache if possible.
+
+        Args:
+            cuts: offsets at which a store with `cut_bytes` begins a new object.
+        """
 
     @abc.abstractmethod
     def open_image(self, key: str) -> ImageReader:
         """Open a large file for reading. Raises NotFound, Damaged."""
 
-    def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, size in bytes) of every file below a prefix, sorted."""
+    def append(self, key: str, data: bytes) -> None:
+        """Add lines to a log that one writer keeps: here each addition is a file below the key."""
+        self.put(f"{key}/{time.time_ns():020d}", data)
+
+    def read_log(self, key: str) -> bytes:
+        """What was appended, in order; empty when there is nothing."""
+        parts = self.read_many([f"{key}/{entry.name}" for entry in self.list(key)])
+        return b"".join(part for part in parts if isinstance(part, bytes))
+
+    def walk(self, prefix: str) -> Iterator[tuple[str, int | None]]:
+        """(key, size in bytes if listing tells it) of every file below a prefix, sorted."""
         for entry in self.list(prefix):
             key = f"{prefix}/{entry.name}" if prefix else entry.name
             if entry.is_dir:
                 yield from self.walk(key)
             else:
                 yield key, entry.size_bytes
+
+
+class SwappingStore(Store):
+    """A store that cannot rename, but can replace the bytes of a small file atomically."""
+
+    renames = False
+
+    @abc.abstractmethod
+    def swap(self, key: str, old: bytes, new: bytes) -> None:
+        """Replace a small file that holds `old` by `new`.
+
+        Raises:
+            NotFound: it holds something else by now, or is gone; what is there is left as it is.
+        """
+
+    @abc.abstractmethod
+    def delete_tree_but(self, prefix: str, name: str) -> None:
+        """Remove everything below a prefix but the file `name` right below it."""
 
 
 def check_key(key: str) -> str:
@@ -182,17 +231,25 @@ def _has_bytes(key: str) -> bool:
 
 
 def open_store(location: str | os.PathLike[str]) -> Store:
-    """The store behind a path or URL.
+    """The store behind a path or a URL: `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`.
 
     Raises:
-        Misuse: a URL scheme that is not known.
+        Misuse: a URL scheme that is not known, or no bucket.
     """
     text = os.fspath(location)
     if text.startswith("file://"):
         text = text[len("file://") :]
     elif "://" in text:
         scheme = text.split("://", 1)[0]
-        raise Misuse(f"{text}: scheme {scheme!r} is not supported; wanted a path or file://")
+        if scheme not in ("s3", "gs"):
+            raise Misuse(
+                f"{text}: scheme {scheme!r} is not supported; wanted a path, file://, "
+                "s3://bucket/prefix or gs://bucket/prefix"
+            )
+        # Only here: who works on files should not pay for loading tensorstore.
+        from ckpt.store_kv import open_bucket
+
+        return open_bucket(text)
     return FileStore(text)
 
 
@@ -253,6 +310,12 @@ class FileStore(Store):
         with disk.translated(path, len(data)):
             disk.make_directory(path.parent)
             disk.append(path, data)
+
+    def read_log(self, key: str) -> bytes:
+        try:
+            return self.read(key)
+        except NotFound:
+            return b""
 
     def read(self, key: str) -> bytes:
         path = self._path(key)
@@ -342,7 +405,7 @@ class FileStore(Store):
             if new.parent != old.parent:
                 disk.sync_directory(old.parent)
 
-    def write_image(self, key: str, data: memoryview) -> None:
+    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
         path = self._path(key)
         with disk.translated(path, data.nbytes):
             disk.make_directory(path.parent)

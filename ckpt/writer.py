@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
-from ckpt import attempts, commit, layout
+from ckpt import attempts, commit, layout, publishing
 from ckpt.errors import CheckpointError, Misuse, NotFound, PeerFailed, StoreFailed, Superseded
 from ckpt.image import Header
 from ckpt.lineage import Lineage, StepId
@@ -133,6 +133,7 @@ class Writer:
         self._committed = committed
         self._failed = failed
         self._timeout_s = timeout_s
+        self._known = commit.Known()
         self._settled: Matter | None = None
         """The save that was committed last."""
         self._jobs: queue.Queue[Job | None] = queue.Queue()
@@ -169,12 +170,12 @@ class Writer:
         """Returns the figures of the save on process 0, None elsewhere."""
         begun = time.monotonic()
         step, here = job.id, self._processes.index
-        making = layout.making_name(step.branch, step.step, step.attempt)
+        making = publishing.of(self._store).making(step)
         with self._processes.matter(matter_of(step), self._timeout_s) as matter:
             with self._explained(step):
                 try:
-                    image = f"{making}/{layout.image_name(step.attempt, here)}"
-                    self._store.write_image(image, job.slot.buffer[: job.header.size_bytes])
+                    data = job.slot.buffer[: job.header.size_bytes]
+                    commit.write_image(self._store, making, job.header, data)
                 finally:
                     job.slot.release()
                 part = commit.part_of(job.header)
@@ -195,9 +196,9 @@ class Writer:
     def _commit(self, job: Job, making: str, matter: Matter) -> int:
         """Process 0: the parts of all, the small files, the marker. Returns the bytes of all."""
         with self._explained(job.id):
-            headers = self._all_headers(making, job.id, matter)
-            commit.finish(self._store, making, headers)
-            commit.publish(self._store, job.id, job.line, owner=job.id.attempt)
+            headers = self._all_headers(making, job.id, job.header, matter)
+            marker = commit.finish(self._store, job.id, headers, self._known)
+            commit.publish(self._store, job.id, marker, job.line, owner=job.id.attempt)
         return sum(header.size_bytes for header in headers)
 
     @contextlib.contextmanager
@@ -214,11 +215,14 @@ class Writer:
                 pass
             raise
 
-    def _all_headers(self, making: str, step: StepId, matter: Matter) -> list[Header]:
-        """Wait for the parts by name, then read the headers of the images they speak of."""
+    def _all_headers(self, making: str, step: StepId, own: Header, matter: Matter) -> list[Header]:
+        """Our own; of the others the parts, by name, then the headers of their images."""
         end = time.monotonic() + self._timeout_s
         headers = []
         for process in range(self._processes.count):
+            if process == self._processes.index:
+                headers.append(own)
+                continue
             pause_s = _POLL_S
             while True:
                 try:

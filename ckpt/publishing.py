@@ -1,0 +1,308 @@
+"""The states of a step in a store, and the one atomic operation that leads from each to the next.
+
+A step is *in the making*, then *committed*, then *condemned* by an attempt, then gone. From
+condemned it can be put back. `ckpt.commit` has the order in which an attempt looks at the owner and
+changes a state; here is how a state is held, so that of all who want to change it one succeeds:
+
+======================= =============================== ========================================
+state                   a store that renames            a store that swaps
+======================= =============================== ========================================
+in the making by n      directory `<step>...-tmp-a<n>`  directory `<step>`, no marker
+committed               directory `<step>`              the marker is a marker
+condemned by n          `<step>...-tmp-a<n>-deleted`    in its place stands `Condemned`, by n
+======================= =============================== ========================================
+
+Without rename a step is made where it will stay. So each attempt there has a branch of its own, and
+the branch number is the number of the attempt that makes its steps.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from dataclasses import dataclass
+from typing import final
+
+from ckpt import layout
+from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound
+from ckpt.layout import Condemned, Marker
+from ckpt.lineage import Remain, StepId
+from ckpt.store import Store, SwappingStore
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What lies in the directory of a branch."""
+
+    steps: tuple[StepId, ...] = ()
+    damaged: tuple[tuple[str, str], ...] = ()
+    """(name, reason)"""
+    remains: tuple[Remain, ...] = ()
+
+
+class Publishing(abc.ABC):
+    """How a store holds the states of steps.
+
+    Every change raises NotFound when the step is not, or no longer, in the state it starts from.
+    """
+
+    @abc.abstractmethod
+    def making(self, step: StepId) -> str:
+        """Where the attempt of `step` makes it."""
+
+    @abc.abstractmethod
+    def complete(self, step: StepId, marker: bytes) -> None:
+        """All files but the marker are durable; what can be done ahead of publishing is done."""
+
+    @abc.abstractmethod
+    def publish(self, step: StepId, marker: bytes) -> None:
+        """In the making -> committed. Raises AlreadyExists when something stands there."""
+
+    @abc.abstractmethod
+    def set_aside(self, step: StepId, owner: int) -> None:
+        """Move what stands in the way of `step` away, under a name of `owner`."""
+
+    @abc.abstractmethod
+    def condemn(self, step: StepId, owner: int) -> None:
+        """Committed -> condemned by `owner`."""
+
+    @abc.abstractmethod
+    def put_back(self, step: StepId, by: int) -> None:
+        """Condemned by `by` -> committed. Fine when somebody else was faster."""
+
+    @abc.abstractmethod
+    def take_over(self, remain: Remain, owner: int) -> None:
+        """In the making, or condemned by another -> condemned by `owner`."""
+
+    @abc.abstractmethod
+    def remove(self, branch: int, step: int, owner: int) -> None:
+        """Condemned by `owner` -> gone."""
+
+    @abc.abstractmethod
+    def stands(self, step: StepId) -> bool:
+        """Is there a step, committed or damaged, under that number?"""
+
+    @abc.abstractmethod
+    def list_branch(self, branch: int) -> Branch:
+        """The steps of a branch and their states; reads markers only."""
+
+
+def of(store: Store) -> Publishing:
+    """The way of a store."""
+    if store.renames:
+        return ByRename(store)
+    if isinstance(store, SwappingStore):
+        return BySwap(store)
+    raise Misuse(f"{store.location}: can neither rename nor swap; no step can be published there")
+
+
+@final
+class ByRename(Publishing):
+    """States are names of directories."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def making(self, step: StepId) -> str:
+        return layout.making_name(step.branch, step.step, step.attempt)
+
+    def complete(self, step: StepId, marker: bytes) -> None:
+        self._store.put(f"{self.making(step)}/{layout.MARKER}", marker)
+
+    def publish(self, step: StepId, marker: bytes) -> None:
+        self._store.move(self.making(step), layout.step_name(step.branch, step.step))
+
+    def set_aside(self, step: StepId, owner: int) -> None:
+        aside = layout.aside_name(step.branch, step.step, owner)
+        self._store.delete_tree(aside)
+        self._store.move(layout.step_name(step.branch, step.step), aside)
+
+    def condemn(self, step: StepId, owner: int) -> None:
+        condemned = layout.deleted_name(step.branch, step.step, owner)
+        self._store.delete_tree(condemned)
+        self._store.move(layout.step_name(step.branch, step.step), condemned)
+
+    def put_back(self, step: StepId, by: int) -> None:
+        condemned = layout.deleted_name(step.branch, step.step, by)
+        with contextlib.suppress(NotFound, AlreadyExists):
+            self._store.move(condemned, layout.step_name(step.branch, step.step))
+
+    def take_over(self, remain: Remain, owner: int) -> None:
+        # Out of the way under a name of ours, so that nobody publishes half of it.
+        mine = layout.deleted_name(remain.branch, remain.step, owner)
+        self._store.delete_tree(mine)
+        self._store.move(remain.name, mine)
+
+    def remove(self, branch: int, step: int, owner: int) -> None:
+        self._store.delete_tree(layout.deleted_name(branch, step, owner))
+
+    def stands(self, step: StepId) -> bool:
+        return self._store.exists(layout.step_name(step.branch, step.step))
+
+    def list_branch(self, branch: int) -> Branch:
+        steps, damaged, remains = [], [], []
+        for entry in self._store.list(layout.branch_name(branch)):
+            if not entry.is_dir:
+                continue
+            remain = layout.parse_temporary_name(branch, entry.name)
+            if remain is not None:
+                remains.append(remain)
+                continue
+            step = layout.parse_step_name(entry.name)
+            if step is None:
+                continue
+            try:
+                found = self._marker_now(branch, step)
+            except Damaged as error:
+                damaged.append((layout.step_name(branch, step), str(error)))
+            else:
+                if found is not None:
+                    steps.append(found.id)
+        return Branch(tuple(steps), tuple(damaged), tuple(remains))
+
+    def _marker_now(self, branch: int, step: int) -> Marker | None:
+        """The marker of a step that was just listed; None when the step is gone by now."""
+        name = layout.step_name(branch, step)
+        for _ in range(3):
+            try:
+                return read_marker(self._store, branch, step)
+            except NotFound:
+                if not self._store.exists(name):
+                    return None
+                # Without a marker, or condemned and put back between these two calls.
+        raise Damaged(f"{self._store.location}/{name}: {layout.MARKER} is absent")
+
+
+@final
+class BySwap(Publishing):
+    """States are what stands in the place of the marker."""
+
+    def __init__(self, store: SwappingStore) -> None:
+        self._store = store
+
+    def making(self, step: StepId) -> str:
+        return layout.step_name(step.branch, step.step)
+
+    def complete(self, step: StepId, marker: bytes) -> None:
+        """Nothing: the marker itself publishes."""
+
+    def publish(self, step: StepId, marker: bytes) -> None:
+        self._store.put_if_absent(_marker_key(step.branch, step.step), marker)
+
+    def set_aside(self, step: StepId, owner: int) -> None:
+        place = layout.step_name(step.branch, step.step)
+        raise AlreadyExists(
+            f"{self._store.location}/{place}: holds another step, though only attempt "
+            f"{step.branch} makes steps on branch {step.branch}; something foreign wrote there"
+        )
+
+    def condemn(self, step: StepId, owner: int) -> None:
+        found, old = self._standing(step.branch, step.step)
+        if not isinstance(found, Marker) or found.id != step:
+            raise NotFound(f"{self._store.location}: {step} is no longer committed")
+        new = Condemned(step, owner, found.manifest).emit()
+        self._store.swap(_marker_key(step.branch, step.step), old, new)
+
+    def put_back(self, step: StepId, by: int) -> None:
+        with contextlib.suppress(NotFound):
+            found, old = self._standing(step.branch, step.step)
+            if isinstance(found, Condemned) and found.by == by and found.manifest is not None:
+                marker = Marker(found.id, found.manifest).emit()
+                self._store.swap(_marker_key(step.branch, step.step), old, marker)
+
+    def take_over(self, remain: Remain, owner: int) -> None:
+        key = _marker_key(remain.branch, remain.step)
+        if remain.state == "making":
+            step = StepId(remain.step, remain.branch, remain.attempt)
+            try:
+                # From here on nobody can publish it, not even a writer that was paused for long.
+                self._store.put_if_absent(key, Condemned(step, owner, None).emit())
+            except AlreadyExists as error:
+                raise NotFound(f"{self._store.location}: {step} is in other hands") from error
+            return
+        found, old = self._standing(remain.branch, remain.step)
+        if not isinstance(found, Condemned) or found.by != remain.attempt:
+            raise NotFound(f"{self._store.location}/{remain.name}: is in other hands")
+        self._store.swap(key, old, Condemned(found.id, owner, found.manifest).emit())
+
+    def remove(self, branch: int, step: int, owner: int) -> None:
+        # Its state is known until nothing else of it is left.
+        self._store.delete_tree_but(layout.step_name(branch, step), layout.MARKER)
+        self._store.delete(_marker_key(branch, step))
+
+    def stands(self, step: StepId) -> bool:
+        try:
+            return isinstance(self._standing(step.branch, step.step)[0], Marker)
+        except NotFound:
+            return False
+        except Damaged:
+            return True
+
+    def _standing(self, branch: int, step: int) -> tuple[Marker | Condemned, bytes]:
+        key = _marker_key(branch, step)
+        data = self._store.read(key)
+        return _checked(data, branch, step, f"{self._store.location}/{key}"), data
+
+    def list_branch(self, branch: int) -> Branch:
+        names = [e.name for e in self._store.list(layout.branch_name(branch)) if e.is_dir]
+        numbers = [n for n in map(layout.parse_step_name, names) if n is not None]
+        keys = [_marker_key(branch, number) for number in numbers]
+        steps, damaged, remains = [], [], []
+        for number, key, data in zip(numbers, keys, self._store.read_many(keys), strict=True):
+            name = layout.step_name(branch, number)
+            try:
+                if isinstance(data, NotFound):
+                    remains.append(self._unfinished(branch, number))
+                    continue
+                if isinstance(data, Damaged):
+                    raise data
+                found = _checked(data, branch, number, f"{self._store.location}/{key}")
+            except Damaged as error:
+                damaged.append((name, str(error)))
+                continue
+            if isinstance(found, Marker):
+                steps.append(found.id)
+            else:
+                remains.append(Remain(branch, number, found.by, "deleted", name))
+        return Branch(tuple(steps), tuple(damaged), tuple(remains))
+
+    def _unfinished(self, branch: int, step: int) -> Remain:
+        """A step without marker. Raises Damaged if it is not one that its branch's attempt made."""
+        name = layout.step_name(branch, step)
+        names = [entry.name for entry in self._store.list(name)]
+        makers = {layout.parse_part_name(each) for each in names} - {None, branch}
+        if makers:
+            raise Damaged(
+                f"{self._store.location}/{name}: {layout.MARKER} is absent, and it was made by "
+                f"attempt {makers}, which has another branch: a copy from elsewhere"
+            )
+        return Remain(branch, step, branch, "making", name)
+
+
+def read_marker(store: Store, branch: int, step: int) -> Marker:
+    """The marker of a step, checked against the place where it lies.
+
+    Raises:
+        NotFound: no marker there, or the step is condemned.
+        Damaged: it does not parse, or belongs elsewhere.
+    """
+    key = _marker_key(branch, step)
+    where = f"{store.location}/{key}"
+    marker = _checked(store.read(key), branch, step, where)
+    if isinstance(marker, Condemned):
+        raise NotFound(f"{where}: attempt {marker.by} is removing {marker.id}")
+    return marker
+
+
+def _checked(data: bytes, branch: int, step: int, where: str) -> Marker | Condemned:
+    found = layout.parse_marker(data, where)
+    if (found.id.branch, found.id.step) != (branch, step):
+        raise Damaged(
+            f"{where}: belongs to {found.id}, found in branch {branch} as step {step}; "
+            "the directory was renamed or its files were mixed up"
+        )
+    return found
+
+
+def _marker_key(branch: int, step: int) -> str:
+    return f"{layout.step_name(branch, step)}/{layout.MARKER}"
