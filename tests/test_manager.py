@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,6 +19,8 @@ from memory_source import Columns
 import ckpt
 from ckpt import attempts, commit
 from ckpt.arena import remove_stale
+from ckpt.layout import Marker
+from ckpt.lineage import StepId
 from ckpt.store import FileStore
 from datapipe import Pipeline
 
@@ -369,7 +372,10 @@ def test_a_step_that_is_in_the_way_and_counts_for_nothing(root: Path) -> None:
         store = m._store
         late = root / "branch-1" / "3"
         (root / "branch-1" / "2").rename(late)
-        (late / "commit_success.txt").write_bytes(b"of no attempt")
+        # Attempt 1 reaches up to step 2, where attempt 2 took over.
+        marker = Marker.parse((late / "commit_success.txt").read_bytes(), "marker")
+        late_marker = replace(marker, id=StepId(3, 1, 1))
+        (late / "commit_success.txt").write_bytes(late_marker.emit())
         save_steps(m, [3])
         assert m.all_steps() == [1, 3]
         aside = [r.state for r in attempts.list_run(store).remains]
