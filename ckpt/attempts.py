@@ -129,10 +129,20 @@ def list_claims(store: Store) -> list[int]:
     return sorted(number for number in numbers if number is not None)
 
 
-def claim(store: Store, kind: Kind) -> int:
-    """Become the owner of the run: put the next number."""
+def claim(store: Store, kind: Kind, *, held: int | None = None) -> int:
+    """Become the owner of the run: put the next number.
+
+    Args:
+        held: the attempt that the claimant has been so far. It may go on only as its successor:
+            a trainer that was paused must not take the run back from who took it over.
+
+    Raises:
+        Superseded: `held` no longer owns the run.
+    """
     while True:
-        number = next_number(list_claims(store))
+        if held is not None:
+            look(store, held)
+        number = next_number(list_claims(store)) if held is None else held + 1
         record = Claim(number, kind, socket.gethostname(), os.getpid(), time.time_ns())
         try:
             store.put_if_absent(layout.claim_name(number), layout.emit_claim(record))

@@ -86,6 +86,10 @@ class Start:
 
     store: Store
     matter: Matter
+    held: int | None = None
+    """The newest attempt that this manager has claimed before."""
+    claimed: Callable[[int], None] = lambda number: None
+    """Told the number of this one, as soon as the one before is over."""
 
     def run(self, wish: Wish) -> Started:
         """Raises NotFound, Damaged, Mismatch, Misuse, StoreFailed, PeerFailed, Superseded.
@@ -93,7 +97,9 @@ class Start:
         Whoever calls it tells the others of an exception (`with matter`).
         """
         self._same_call(wish)
-        number, done = self.matter.decide("claim", lambda: self._claim(wish))
+        number = self.matter.decide("claim", lambda: self._claim(wish))
+        self.claimed(number)
+        done = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
         listing = attempts.list_run(self.store)
         steps = self._candidates(listing, wish)
         skips = wish.skips or self._skips(listing, wish)
@@ -154,8 +160,8 @@ class Start:
                         f"{key} is {wanted!r} in process 0 and {other[key]!r} in process {process}"
                     )
 
-    def _claim(self, wish: Wish) -> tuple[int, list[str]]:
-        """Process 0: become the owner, and clear up what older attempts left."""
+    def _claim(self, wish: Wish) -> int:
+        """Process 0: become the owner, unless it can be seen already that this leads nowhere."""
         if wish.kind == "start":
             self._must_be_new()
         if wish.must_exist:
@@ -167,11 +173,16 @@ class Start:
                     raise NotFound(nothing_there(self.store, before))
                 if wish.step is not None:
                     _wanted(before, wish)
-        number = attempts.claim(self.store, wish.kind)
+        return attempts.claim(self.store, wish.kind, held=self.held)
+
+    def _clear_up(self, number: int, wish: Wish) -> list[str]:
+        """Process 0: publish or remove what older attempts left in the making."""
         done = commit.roll_forward(self.store, number, attempts.list_run(self.store))
         for line in done:
             _log.info("%s: %s", self.store.location, line)
-        return number, done
+        if wish.kind == "start":
+            self._must_be_new()  # a step that was complete is published by now
+        return done
 
     def _must_be_new(self) -> None:
         found = attempts.list_run(self.store)

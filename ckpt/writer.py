@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 from ckpt import attempts, commit, layout, publishing
-from ckpt.errors import CheckpointError, Misuse, NotFound, PeerFailed, StoreFailed, Superseded
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    Damaged,
+    Misuse,
+    NotFound,
+    PeerFailed,
+    StoreFailed,
+    Superseded,
+)
 from ckpt.image import Header
 from ckpt.lineage import Lineage, StepId
 from ckpt.processes import Matter, Processes
@@ -203,10 +212,10 @@ class Writer:
 
     @contextlib.contextmanager
     def _explained(self, step: StepId) -> Iterator[None]:
-        """Files that vanish under an attempt that was superseded are no fault of the store."""
+        """What vanishes under an attempt that was superseded is no fault of the store."""
         try:
             yield
-        except (NotFound, StoreFailed) as error:
+        except (NotFound, StoreFailed, Damaged, AlreadyExists) as error:
             try:
                 attempts.look(self._store, step.attempt)
             except Superseded as superseded:

@@ -24,11 +24,12 @@ class Fault:
 
     `stop`: it does not happen, nor does anything after it. `torn`: the same, but half of it has
     happened. `fail`: it does not happen, and `StoreFailed` is raised. `fail after`: it happens, and
-    `StoreFailed` is raised.
+    `StoreFailed` is raised. `pause`: `meanwhile` is called, then it happens.
     """
 
     at: int
-    kind: Literal["stop", "torn", "fail", "fail after"]
+    kind: Literal["stop", "torn", "fail", "fail after", "pause"]
+    meanwhile: Callable[[], None] = lambda: None
 
 
 @final
@@ -46,7 +47,7 @@ class FaultyStore(Store):
         self.renames = inner.renames
         self.operations: list[str] = []
         self.dead = False
-        self._faults = {fault.at: fault.kind for fault in faults}
+        self._faults = {fault.at: fault for fault in faults}
         self._delay_s = delay_s
         self._lock = threading.Lock()
 
@@ -97,15 +98,18 @@ class FaultyStore(Store):
             self._must_live()
             self.operations.append(what)
             number = len(self.operations)
-            kind = self._faults.get(number)
+            fault = self._faults.get(number)
+            kind = fault.kind if fault is not None else None
             self.dead = kind in ("stop", "torn")
         if kind == "torn":
             tear()
         if self.dead:
             raise Died(f"operation {number}: {what}")
+        if fault is not None and kind == "pause":
+            fault.meanwhile()
         if kind != "fail":
             act()
-        if kind is not None:
+        if kind in ("fail", "fail after"):
             raise StoreFailed(f"operation {number}: {what}: wanted to fail")
 
     def _tear_file(self, key: str, data: bytes) -> None:
