@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -45,6 +45,7 @@ class FaultyStore(Store):
         self.inner = inner
         self.location = inner.location
         self.renames = inner.renames
+        self.cut_bytes = inner.cut_bytes
         self.operations: list[str] = []
         self.dead = False
         self._faults = {fault.at: fault for fault in faults}
@@ -84,11 +85,18 @@ class FaultyStore(Store):
     def move(self, source: str, target: str) -> None:
         self._mutate(f"move {source} {target}", lambda: self.inner.move(source, target), _nothing)
 
-    def write_image(self, key: str, data: memoryview) -> None:
+    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
         self._mutate(
             f"write_image {key}",
-            lambda: self.inner.write_image(key, data),
+            lambda: self.inner.write_image(key, data, cuts),
             lambda: self.inner.write_image(key, data[: data.nbytes // 2]),
+        )
+
+    def append(self, key: str, data: bytes) -> None:
+        self._mutate(
+            f"append {key}",
+            lambda: self.inner.append(key, data),
+            lambda: self.inner.append(key, data[: len(data) // 2]),
         )
 
     def _mutate(self, what: str, act: Callable[[], None], tear: Callable[[], None]) -> None:
@@ -123,6 +131,10 @@ class FaultyStore(Store):
     def read(self, key: str) -> bytes:
         self._must_live()
         return self.inner.read(key)
+
+    def read_log(self, key: str) -> bytes:
+        self._must_live()
+        return self.inner.read_log(key)
 
     def list(self, prefix: str) -> list[Entry]:
         self._must_live()
