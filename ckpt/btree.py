@@ -36,6 +36,8 @@ MAX_END = (1 << 63) - 1
 
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
+_BODY_AT = 4 + 8 + 2  # of a frame: behind magic, length, version and compression
+_TAIL_BYTES = 8 + 1 + 4  # of a manifest: time, no version nodes, CRC-32C
 
 # What Orbax's writer asks for, so that it may open the database with its own settings: a single
 # manifest, inline up to 1,024 bytes, nodes up to 100,000,000, 2^4 versions a node, zstd level 0.
@@ -123,6 +125,13 @@ def encode(entries: Entries, node_file: str, uuid: bytes, time_ns: int) -> Datab
         b"\0",  # no version nodes
     )
     return Database(_frame(_MANIFEST_MAGIC, body), b"".join(frames))
+
+
+def renewed(database: Database, uuid: bytes, time_ns: int) -> Database:
+    """The same entries under another uuid and time, as `encode` would give them."""
+    body = database.manifest[_BODY_AT + len(uuid) : -_TAIL_BYTES]
+    parts = (uuid, body, struct.pack("<Q", time_ns), b"\0")
+    return Database(_frame(_MANIFEST_MAGIC, parts), database.nodes)
 
 
 # -- entries to nodes

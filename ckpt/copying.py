@@ -23,12 +23,12 @@ _RUN_BYTES = 4 * 2**20  # of small chunks, for one thread: they hold the GIL mos
 
 
 class Part(NamedTuple):  # there is one per leaf, and a tuple is made in a third of the time
-    """A source and the rows of its chunks: `first`, `first` + 1, ... in row-major order."""
+    """A source and the rows of its chunks: so many from `first` on, in row-major order."""
 
     source: np.ndarray
     chunk: tuple[int, ...]
     first: int
-    count: int
+    chunks: int
 
 
 def copy_chunks(
@@ -121,7 +121,7 @@ def _tasks(sink: _Sink, parts: Sequence[Part]) -> Iterator[Callable[[], None]]:
     """One task per large chunk, and one for each run of small ones."""
     small: list[tuple[int, np.ndarray]] = []
     for part in parts:
-        source, first, count = part.source, part.first, part.count
+        source, first, count = part.source, part.first, part.chunks
         if count == 0:
             continue
         if not source.flags.c_contiguous or (count > 1 and not is_range(part.chunk, source.shape)):

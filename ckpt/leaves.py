@@ -163,10 +163,13 @@ def storage_view(array: np.ndarray, spec: LeafSpec) -> np.ndarray:
     Shares memory with `array` where the bytes are the same.
     """
     assert spec.storage_dtype is not None, spec.name
+    dtype = parse(spec.storage_dtype)
+    if array.dtype is dtype and array.flags.c_contiguous:
+        return array
     array = np.asarray(array, order="C")
     if array.dtype.byteorder == ">":
         array = array.byteswap().view(array.dtype.newbyteorder("<"))
-    return array.view(parse(spec.storage_dtype))
+    return array.view(dtype)
 
 
 def logical_view(array: np.ndarray, spec: LeafSpec) -> np.ndarray:

@@ -89,10 +89,7 @@ class CheckpointManager:
         self._writer: Writer | None = None
         self._calls = itertools.count()
         """Numbers what this manager settles with its peers: all processes make the same calls."""
-        self._held: int | None = None
-        """The newest attempt that this manager has claimed."""
         self._attempt: Started | None = None
-        """That attempt, once it has decided."""
         self._plan: snapshot.SnapshotPlan | None = None
         self._pending: list[Pending] = []
         self._last: tuple[int, dict[str, Json]] | None = None
@@ -224,17 +221,12 @@ class CheckpointManager:
             self._must_be_open()
             self._finish_attempt()
             self._own_arena()
-            start = Start(self._store, matter, self._held, self._now_holds)
-            self._attempt = started = start.run(wish)
-        restored = started.restored
+            self._attempt = Start(self._store, matter).run(wish)
+        restored = self._attempt.restored
         self._last, self._last_pending = None, None
         if not restored.report.fresh:
             self._last = (restored.step, states.take(wish.data))
         return restored
-
-    def _now_holds(self, number: int) -> None:
-        """The attempt before is over, even if nothing comes of this one."""
-        self._held, self._attempt = number, None
 
     def _begin(self) -> Started:
         """The attempt of a trainer that saves without having resumed."""
@@ -303,13 +295,11 @@ class CheckpointManager:
         taken = states.take(data)
         if self._last is not None and self._last[1]:
             states.check_moved(data, self._last[1], taken, step - self._last[0], step)
-        flat = tree.flatten(state)
+        known = None if self._plan is None else self._plan.outline
+        flat = tree.flatten(state, known=known)
         step_id = StepId(step, attempt.decision.branch, attempt.number)
         record = {
             "parent": layout.emit_step_id(attempt.decision.parent),
-            "structure": flat.structure,
-            "leaves": [leaf.spec.to_json() for leaf in flat.leaves],
-            "empty": [node.to_json() for node in flat.empties],
             "device": _device(),
             "metrics": _metrics(metrics),
             "extra": _json(extra, "extra"),
@@ -327,7 +317,7 @@ class CheckpointManager:
             **({"record": record} if self._processes.index == 0 else {}),
         }
         assert self._arena is not None
-        taken_snapshot = snapshot.take(flat.leaves, self._arena, meta, previous=self._plan)
+        taken_snapshot = snapshot.take(flat, self._arena, meta, previous=self._plan)
         self._plan = taken_snapshot.plan
         pending = Pending(step, (TIER,))
         figures = {"blocking_s": round(time.monotonic() - begun, 6)}

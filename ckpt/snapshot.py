@@ -10,10 +10,9 @@ only the shards that are to be written go to the host, through pinned memory whe
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,21 +22,43 @@ from ckpt import image
 from ckpt.arena import Arena, Slot
 from ckpt.errors import Misuse, Unsupported
 from ckpt.image import ArraySpec, Header, ShardSpec
-from ckpt.leaves import storage_view
-from ckpt.tree import Leaf
+from ckpt.leaves import LeafSpec, storage_view
+from ckpt.outline import Outline
+from ckpt.tree import Flat
 from ckpt.values import stored
 
 _MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Route:
+    picks: tuple[int, ...]
+    """Numbers of the addressable shards that this process writes."""
+    single: bool
+    """Whether the array is its only shard."""
+    pinned: str | None
+    """The memory to go through; None where the host can read the shards."""
+
+
+_WHOLE = _Route((0,), True, None)
 
 
 @dataclass(frozen=True, eq=False)
 class SnapshotPlan:
     """The layout of snapshots of one structure and sharding, for the next `take`."""
 
+    outline: Outline = field(repr=False)
+    """Of the tree that it was made for: an equal one needs no second look."""
+    held: list[int] = field(repr=False)
+    """Which leaves are stored, by number; the others are held in the tree record."""
+    specs: list[LeafSpec] = field(repr=False)
+    """Theirs."""
     signature: list[Any] = field(repr=False)
     """What the plan holds for: of each array its name, dtype, shape and sharding."""
-    picks: list[tuple[int, ...]] = field(repr=False)
-    """Of each array the numbers of the addressable shards that this process writes."""
+    routes: list[_Route] = field(repr=False)
+    """Of each array what this process writes, and how it gets to the host."""
+    direct: bool
+    """Whether each array is one whole shard that the host can read where it is."""
     image: image.Plan
 
 
@@ -51,18 +72,18 @@ class Snapshot:
 
 
 def take(
-    leaves: Sequence[Leaf],
+    flat: Flat,
     arena: Arena,
     meta: dict[str, Any] | Callable[[], dict[str, Any]],
     *,
     previous: SnapshotPlan | None = None,
     timeout_s: float | None = None,
 ) -> Snapshot:
-    """Copy `leaves` into a free slot of `arena`; afterwards they may be donated or overwritten.
+    """Copy a tree into a free slot of `arena`; afterwards it may be donated or overwritten.
 
     Waits until the arrays are computed, then up to `timeout_s` for a slot. `meta`, or what it
-    returns, goes into the image. `previous`, the plan of any earlier snapshot, saves the planning
-    when structure and shardings are the same. Leaves held in the tree record are left out.
+    returns, goes into the image, with the tree record on process 0. `previous`, the plan of any
+    earlier snapshot, saves the planning when structure and shardings are the same.
 
     Raises:
         Misuse: an array was deleted or donated, named by its leaf; meta is not JSON.
@@ -70,18 +91,24 @@ def take(
         StoreFailed: no slot came free, or the arena's place is too small.
     """
     with jax.profiler.TraceAnnotation("ckpt.snapshot"):
-        held = [leaf for leaf in leaves if leaf.spec.storage_dtype is not None]
+        same = previous is not None and previous.outline is flat.outline
+        held = previous.held if previous is not None and same else _held(flat.specs)
+        specs = previous.specs if previous is not None and same else [flat.specs[i] for i in held]
+        found = [flat.values[i] for i in held]
         try:
-            values = [stored(leaf.value, leaf.spec) for leaf in held]
+            values = list(map(stored, found, specs))
             jax.block_until_ready(values)
         except RuntimeError:
-            _name_deleted(held)
+            _name_deleted(found, specs)
             raise
-        plan = _plan(held, values, previous)
-        layout = plan.image.with_meta(meta() if callable(meta) else meta)
+        plan = previous
+        if plan is None or not same:
+            plan = _plan(flat.outline, held, specs, values, previous)
+        tree = flat.outline.record if jax.process_index() == 0 else b""
+        layout = plan.image.with_meta(meta() if callable(meta) else meta, tree)
         slot = arena.claim(layout.size_bytes, timeout_s)
         try:
-            sources = _sources(held, values, plan.picks)
+            sources = _sources(specs, values, plan)
             header = image.fill(layout, slot.buffer, sources, _threads(), where=str(slot.path))
         except BaseException:
             slot.release()
@@ -89,27 +116,35 @@ def take(
     return Snapshot(slot, header, plan)
 
 
-def _name_deleted(leaves: Sequence[Leaf]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
+def _held(specs: Sequence[LeafSpec]) -> list[int]:
+    return [i for i, spec in enumerate(specs) if spec.storage_dtype is not None]
+
+
+def _name_deleted(values: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
+    for value, spec in zip(values, specs, strict=True):
+        if isinstance(value, jax.Array) and value.is_deleted():
             raise Misuse(
-                f"leaf {leaf.spec.name}: the array is deleted, or was donated to a jitted "
+                f"leaf {spec.name}: the array is deleted, or was donated to a jitted "
                 "function; save the arrays that the function returned"
             )
 
 
 def _plan(
-    leaves: Sequence[Leaf], values: Sequence[Any], previous: SnapshotPlan | None
+    outline: Outline,
+    held: list[int],
+    specs: list[LeafSpec],
+    values: Sequence[Any],
+    previous: SnapshotPlan | None,
 ) -> SnapshotPlan:
     signature = [
-        (leaf.spec.param, str(leaf.spec.storage_dtype), value.shape, _sharding(value))
-        for leaf, value in zip(leaves, values, strict=True)
+        (spec.param, str(spec.storage_dtype), value.shape, _sharding(value))
+        for spec, value in zip(specs, values, strict=True)
     ]
     if previous is not None and previous.signature == signature:
-        return previous
+        return replace(previous, outline=outline, held=held, specs=specs)
     arrays: list[ArraySpec] = []
     shards: list[ShardSpec] = []
-    picks = []
+    routes = []
     shares: dict[Any, _Share] = {}
     for i, ((param, dtype, shape, sharding), value) in enumerate(
         zip(signature, values, strict=True)
@@ -120,8 +155,10 @@ def _plan(
         chunk = image.chunk_shape(share.shard_shape, image.dtype_of(dtype).itemsize)
         arrays.append(ArraySpec(param, dtype, shape, chunk))
         shards += (ShardSpec(i, start, share.shard_shape) for start in share.starts)
-        picks.append(share.picks)
-    return SnapshotPlan(signature, picks, image.plan(arrays, shards, {}))
+        routes.append(share.route)
+    layout = image.plan(arrays, shards, {})
+    direct = all(route == _WHOLE for route in routes)
+    return SnapshotPlan(outline, held, specs, signature, routes, direct, layout)
 
 
 def _sharding(value: np.ndarray | jax.Array) -> jax.sharding.Sharding | None:
@@ -133,7 +170,7 @@ class _Share:
     """What this process writes of an array; `shard_shape` is the same in all processes."""
 
     shard_shape: tuple[int, ...]
-    picks: tuple[int, ...]
+    route: _Route
     starts: tuple[tuple[int, ...], ...]
 
 
@@ -141,7 +178,7 @@ def _share(value: np.ndarray | jax.Array, param: str) -> _Share:
     shape = value.shape
     if not isinstance(value, jax.Array):
         mine = jax.process_index() == 0
-        return _Share(shape, (0,) * mine, ((0,) * len(shape),) * mine)
+        return _Share(shape, _Route((0,) * mine, True, None), ((0,) * len(shape),) * mine)
     try:
         shard_shape = value.sharding.shard_shape(shape)
     except ValueError as error:
@@ -154,34 +191,33 @@ def _share(value: np.ndarray | jax.Array, param: str) -> _Share:
             starts.append(
                 tuple(part.indices(n)[0] for part, n in zip(shard.index, shape, strict=True))
             )
-    return _Share(shard_shape, tuple(picks), tuple(starts))
+    single = len(value.sharding.device_set) == 1
+    route = _Route(tuple(picks), single, _pinned(value.sharding))
+    return _Share(shard_shape, route, tuple(starts))
 
 
 def _sources(
-    leaves: Sequence[Leaf], values: Sequence[Any], picks: Sequence[tuple[int, ...]]
+    specs: Sequence[LeafSpec], values: Sequence[Any], plan: SnapshotPlan
 ) -> list[np.ndarray]:
     """One array on the host per shard that this process writes; on CPU these are views."""
-    shards: list[Any] = []
-    specs = []
-    away: dict[int, Any] = {}  # position in `shards` -> sharding in pinned memory
-    for leaf, value, chosen in zip(leaves, values, picks, strict=True):
-        for i in chosen:
-            shard = value
-            if isinstance(value, jax.Array):
-                if len(value.sharding.device_set) > 1:
-                    shard = value.addressable_data(i)
-                if (pinned := _pinned(value.sharding)) is not None:
-                    away[len(shards)] = shard.sharding.with_memory_kind(pinned)
-            shards.append(shard)
-            specs.append(leaf.spec)
-    if away:
-        moved = jax.device_put([shards[at] for at in away], list(away.values()))
-        for at, shard in zip(away, jax.block_until_ready(moved), strict=True):
-            shards[at] = shard
-    return [storage_view(np.asarray(s), spec) for s, spec in zip(shards, specs, strict=True)]
+    shards: list[Any] = list(values)
+    if not plan.direct:
+        shards, owners, away = [], [], {}  # away: position in `shards` -> sharding to go through
+        for spec, value, route in zip(specs, values, plan.routes, strict=True):
+            for i in route.picks:
+                shard = value if route.single else value.addressable_data(i)
+                if route.pinned is not None:
+                    away[len(shards)] = shard.sharding.with_memory_kind(route.pinned)
+                shards.append(shard)
+                owners.append(spec)
+        specs = owners
+        if away:
+            moved = jax.device_put([shards[at] for at in away], list(away.values()))
+            for at, shard in zip(away, jax.block_until_ready(moved), strict=True):
+                shards[at] = shard
+    return list(map(storage_view, map(np.asarray, shards), specs))
 
 
-@functools.lru_cache(maxsize=1024)
 def _pinned(sharding: jax.sharding.Sharding) -> str | None:
     """The memory to go through for arrays of this sharding; None for those the host can read."""
     device: Any = next(iter(sharding.device_set))

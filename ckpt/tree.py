@@ -21,6 +21,7 @@ from ckpt import plain
 from ckpt.errors import Damaged, Misuse, Unsupported
 from ckpt.leaves import EmptySpec, LeafSpec
 from ckpt.nodes import child_name, place, split
+from ckpt.outline import Outline, look_at
 from ckpt.structure import MAX_DEPTH, join
 from ckpt.values import Place, describe
 
@@ -41,40 +42,60 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree as a list."""
+    """A tree as a list: its outline, and the values in the order of the outline's specs."""
 
-    structure: Any
-    """JSON value: version and structure record."""
-    leaves: tuple[Leaf, ...]
-    """In JAX's order; the structure record counts them in it."""
-    empties: tuple[EmptySpec, ...]
-    """Nodes without leaves, for Orbax's files only: the structure record has them too."""
+    outline: Outline
+    values: Sequence[Any]
+
+    @property
+    def structure(self) -> Any:
+        """JSON value: version and structure record."""
+        return self.outline.structure
 
     @property
     def specs(self) -> tuple[LeafSpec, ...]:
-        """The specs alone."""
-        return tuple(leaf.spec for leaf in self.leaves)
+        """What the tree record says of each leaf."""
+        return self.outline.specs
+
+    @property
+    def empties(self) -> tuple[EmptySpec, ...]:
+        """Nodes without leaves."""
+        return self.outline.empties
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Names, values and specs together."""
+        return tuple(map(Leaf, (s.name for s in self.specs), self.values, self.specs))
 
 
-def flatten(tree: Any, *, abstract: bool = False) -> Flat:
+def flatten(tree: Any, *, abstract: bool = False, known: Outline | None = None) -> Flat:
     """The leaves of `tree`, and a record from which `unflatten` builds it again.
 
     With `abstract` the tree is a template: leaves may be `jax.ShapeDtypeStruct` or deleted arrays.
+    `known`, the outline of an earlier tree, is used again, the same object, if this tree has the
+    same (structure, names, dtypes, shapes, shardings); deleted arrays go unnoticed then.
 
     Raises:
         Unsupported: a leaf that cannot be held exactly, dict keys without an order, or a tree
             deeper than 128 levels; names the path.
         Misuse: a deleted or donated array, or a tracer; names the leaf.
     """
+    looked = look_at(tree) if known is not None and not abstract else None
+    if looked is not None and known is not None and known.look == looked[0]:
+        return Flat(known, looked[1])
     walk = _Walk()
     record = walk.visit(tree, "", "", (), 0)
     params, visible = _params(walk)
-    leaves = []
-    for i, value in enumerate(walk.values):
-        at = Place(walk.names[i], params[i], walk.keys[i], visible[i])
-        leaves.append(Leaf(at.name, value, describe(value, at, abstract=abstract)))
+    specs = tuple(
+        describe(
+            value, Place(walk.names[i], params[i], walk.keys[i], visible[i]), abstract=abstract
+        )
+        for i, value in enumerate(walk.values)
+    )
     structure = {"version": VERSION, "tree": record}
-    return Flat(structure, tuple(leaves), tuple(walk.empties))
+    looked = looked or (None if abstract else look_at(tree))
+    look = None if looked is None else looked[0]
+    return Flat(Outline(structure, specs, tuple(walk.empties), look), walk.values)
 
 
 def unflatten(structure: Any, values: Sequence[Any]) -> Any:

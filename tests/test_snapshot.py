@@ -46,7 +46,9 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 def take(state: Any, arena: Arena, previous: SnapshotPlan | None = None, **meta: Any) -> Snapshot:
-    return snapshot.take(tree.flatten(state).leaves, arena, meta, previous=previous, timeout_s=0)
+    known = None if previous is None else previous.outline
+    flat = tree.flatten(state, known=known)
+    return snapshot.take(flat, arena, meta, previous=previous, timeout_s=0)
 
 
 def read(state: Any, taken: Snapshot) -> dict[str, np.ndarray]:
@@ -239,20 +241,20 @@ def test_a_plan_is_not_used_for_another_state(arena: Arena) -> None:
 
 
 def test_meta_may_be_made_late(arena: Arena) -> None:
-    leaves = tree.flatten({"a": 1}).leaves
-    taken = snapshot.take(leaves, arena, lambda: {"made": True})
+    flat = tree.flatten({"a": 1})
+    taken = snapshot.take(flat, arena, lambda: {"made": True})
     assert taken.header.meta == {"made": True}
     assert taken.header.where == str(taken.slot.path)
     taken.slot.release()
 
 
 def test_failures_free_the_slot(arena: Arena) -> None:
-    leaves = tree.flatten({"a": jnp.zeros(3), "b": jnp.ones(3)}).leaves
+    flat = tree.flatten({"a": jnp.zeros(3), "b": jnp.ones(3)})
     with pytest.raises(Misuse, match="meta"):
-        snapshot.take(leaves, arena, {"x": object()})
-    leaves[1].value.delete()
+        snapshot.take(flat, arena, {"x": object()})
+    flat.values[1].delete()
     with pytest.raises(Misuse, match="leaf b: the array is deleted"):
-        snapshot.take(leaves, arena, {})
+        snapshot.take(flat, arena, {})
     held = [arena.claim(1, timeout_s=0), arena.claim(1, timeout_s=0)]
     with pytest.raises(StoreFailed, match="none of 2 slots"):
         take({"a": 1}, arena)
@@ -287,7 +289,7 @@ def put(spec):
         value.shape, NamedSharding(mesh, spec), lambda index: value[index])
 state = {"rows": put(P("x")), "all": put(P()), "host": value, "local": jnp.asarray(value), "n": 3}
 arena = Arena(sys.argv[1], owner={"run": "two"})
-taken = snapshot.take(tree.flatten(state).leaves, arena, {})
+taken = snapshot.take(tree.flatten(state), arena, {})
 columns = taken.header.columns
 rows = sorted(zip(columns.array.tolist(), columns.grid.tolist()))
 print(json.dumps([[str(a) for a in taken.header.arrays], rows]))
