@@ -16,7 +16,7 @@ from ckpt.errors import CheckpointError, Damaged, StoreFailed, Superseded
 from ckpt.lineage import Lineage, StepId, counting
 from ckpt.retention import Keep
 from ckpt.steps import read_manifest
-from ckpt.store import FileStore, Store
+from ckpt.store import Store
 
 _log = logging.getLogger("ckpt")
 
@@ -69,9 +69,8 @@ class Keeper:
 
     def _note(self, event: dict[str, Any], attempt: int) -> None:
         """A line in the log of the attempt; nothing depends on it."""
-        if isinstance(self._store, FileStore):
-            line = json.dumps({"time_ns": time.time_ns(), **event}, sort_keys=True) + "\n"
-            try:
-                self._store.append(f"{layout.LOG}/a{attempt}.jsonl", line.encode())
-            except StoreFailed as error:
-                _log.warning("%s: log: %s", self._store.location, error)
+        line = json.dumps({"time_ns": time.time_ns(), **event}, sort_keys=True) + "\n"
+        try:
+            self._store.append(layout.log_name(attempt), line.encode())
+        except StoreFailed as error:
+            _log.warning("%s: log: %s", self._store.location, error)

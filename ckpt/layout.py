@@ -37,6 +37,7 @@ _STEP = re.compile(r"(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(
     r"(0|[1-9][0-9]{0,17})\.orbax-checkpoint-tmp-a([1-9][0-9]{0,17})(-deleted|-aside)?"
 )
+_PART = re.compile(r"part-a([1-9]\d{0,17})-p(0|[1-9]\d{0,17})\.json")
 _PIN = re.compile(r"(0|[1-9][0-9]{0,17})-(0|[1-9][0-9]{0,17})\.json")
 
 Json = Any
@@ -149,6 +150,10 @@ def decision_name(attempt: int) -> str:
     return f"{ATTEMPTS}/{attempt}.from.json"
 
 
+def log_name(attempt: int) -> str:
+    return f"{LOG}/a{attempt}.jsonl"
+
+
 def pin_name(step: StepId) -> str:
     return f"{PINS}/{step.branch}-{step.step}.json"
 
@@ -178,6 +183,12 @@ def parse_full_step_name(name: str) -> tuple[int, int]:
     """(branch, step) of what `step_name` gives."""
     branch, _, step = name.rpartition("/")
     return (parse_branch_name(branch) or 0, int(step))
+
+
+def parse_part_name(name: str) -> int | None:
+    """The attempt number in the name of a part, or None."""
+    found = _PART.fullmatch(name)
+    return int(found.group(1)) if found else None
 
 
 def parse_pin_name(name: str) -> tuple[int, int] | None:
@@ -230,6 +241,41 @@ class Marker:
             ),
             hex_digest(doc, "manifest", where),
         )
+
+
+@dataclass(frozen=True)
+class Condemned:
+    """What stands in the place of a marker while a step is removed, where there is no rename."""
+
+    id: StepId
+    by: int
+    """The attempt that removes the step."""
+    manifest: str | None
+    """That of the marker it took the place of; None: the step was not committed."""
+
+    def emit(self) -> bytes:
+        return seal(
+            {
+                "format": FORMAT,
+                "step": self.id.step,
+                "branch": self.id.branch,
+                "attempt": self.id.attempt,
+                "condemned_by": self.by,
+                "manifest": self.manifest,
+            }
+        )
+
+
+def parse_marker(data: bytes, where: str) -> Marker | Condemned:
+    """What stands in the place of a marker. Raises Damaged, Unsupported."""
+    doc = unseal(data, where)
+    if "condemned_by" not in doc:
+        return Marker.parse(data, where)
+    return Condemned(
+        StepId(*(natural(doc, name, where) for name in ("step", "branch", "attempt"))),
+        natural(doc, "condemned_by", where),
+        None if doc.get("manifest") is None else hex_digest(doc, "manifest", where),
+    )
 
 
 @dataclass(frozen=True)

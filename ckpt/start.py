@@ -231,16 +231,16 @@ class Start:
             return self._read(step, wish)
         except Damaged as error:
             # An older attempt may have condemned it after our claim; then it is ours to put back.
-            states = publishing.of(self.store)
+            place = publishing.of(self.store)
             found = [
                 remain
                 for remain in attempts.list_run(self.store).remains
                 if (remain.branch, remain.step) == (step.branch, step.step)
                 and may_put_back(number, listing.steps, remain)
             ]
-            if not states.stands(step) and found:
+            if not place.stands(step) and found:
                 commit.put_back(self.store, step, found[0])
-            elif not (isinstance(error.__cause__, NotFound) and states.stands(step)):
+            elif not (isinstance(error.__cause__, NotFound) and place.stands(step)):
                 raise  # else another process was faster in putting it back
             return self._read(step, wish)
 

@@ -265,7 +265,7 @@ def _attempt_row(store: Store, listing: Listing, number: int, *, in_lineage: boo
 def _events(store: Store, attempt: int) -> Iterator[dict[str, Json]]:
     """The lines of a log that are whole; nothing depends on it, so nothing is an error."""
     try:
-        text = store.read(f"{layout.LOG}/a{attempt}.jsonl")
+        text = store.read_log(layout.log_name(attempt))
     except CheckpointError:
         return
     for line in text.splitlines():

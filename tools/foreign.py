@@ -17,7 +17,7 @@ def tree_bytes(store: Store, name: str) -> int:
     """Bytes of all files below a name, as far as the store tells. Links are not followed, since
     they may lead in rings; what goes away meanwhile counts for nothing."""
     if not isinstance(store, FileStore):
-        return sum(size for _, size in store.walk(name))
+        return sum(size or 0 for _, size in store.walk(name))
     total = 0
     for directory, _, names in os.walk(os.path.join(store.location, name)):
         for name in names:
