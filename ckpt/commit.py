@@ -6,7 +6,6 @@ finishes a commit, the attempt itself or a later one, writes the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckpt import attempts, layout, lineage, ocdbt, orbax_json
+from ckpt import attempts, layout, lineage, ocdbt, orbax_json, pieces, publishing
 from ckpt.btree import renewed
 from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, StoreFailed, Superseded
 from ckpt.image import ArraySpec, Header, decode
@@ -141,11 +140,14 @@ def _parse_tree(header: Header) -> dict[str, Json]:
     return tree
 
 
-def step_files(headers: Sequence[Header], known: Known | None = None) -> dict[str, bytes]:
+def step_files(
+    headers: Sequence[Header], cut_bytes: int | None = None, known: Known | None = None
+) -> dict[str, bytes]:
     """All small files of a step but the parts, by name relative to the step; the marker last.
 
     `headers` are those of the images of process 0, 1, ... The record of the step is in the first.
     `known` remembers what other steps of the same structure have as well.
+    `cut_bytes` is that of the store: the index points into the objects of cut images.
 
     Raises:
         Damaged: the images do not belong together, or a chunk of an array is in none of them.
@@ -161,9 +163,9 @@ def step_files(headers: Sequence[Header], known: Known | None = None) -> dict[st
             )
 
     def make() -> _Same:
-        return _same(headers, _index(headers, attempt))
+        return _same(headers, _index(headers, attempt, cut_bytes))
 
-    basis = Basis(tuple(headers), (attempt, record["device"]))
+    basis = Basis(tuple(headers), (attempt, record["device"], cut_bytes))
     same = make() if known is None else known.get(basis, make)
     index = renewed(same.index, _uuid(headers), meta["time_ns"])
     digests = leaf_digests(headers)
@@ -223,14 +225,19 @@ def _parts(headers: Sequence[Header]) -> dict[str, bytes]:
     return {layout.part_name(part.attempt, part.process): part.emit() for part in parts}
 
 
-def _index(headers: Sequence[Header], attempt: int) -> ocdbt.Database:
+def _index(headers: Sequence[Header], attempt: int, cut_bytes: int | None) -> ocdbt.Database:
     prefix = f"{layout.ITEM}/"
+    images = [layout.image_name(attempt, i).removeprefix(prefix) for i in range(len(headers))]
     return ocdbt.index(
         headers,
-        [layout.image_name(attempt, number).removeprefix(prefix) for number in range(len(headers))],
+        images,
         layout.index_name(attempt).removeprefix(prefix),
         uuid=_uuid(headers),
         time_ns=headers[0].meta["time_ns"],
+        objects=[
+            pieces.objects(header, image, cut_bytes)
+            for header, image in zip(headers, images, strict=True)
+        ],
     )
 
 
@@ -308,18 +315,30 @@ def _data(headers: Sequence[Header]) -> dict[str, Json]:
 # --- writing and publishing --------------------------------------------------------------------
 
 
+def write_image(store: Store, prefix: str, header: Header, data: memoryview) -> None:
+    """Write the image of `header` under `prefix`, cut as the store wants it; durable."""
+    key = f"{prefix}/{layout.image_name(header.meta['attempt'], header.meta['process'])}"
+    borders = pieces.cuts(header, store.cut_bytes)
+    if borders:
+        store.write_image(key, data, borders)
+    else:
+        store.write_image(key, data)
+
+
 def finish(
-    store: Store, prefix: str, headers: Sequence[Header], known: Known | None = None
-) -> None:
-    """Write the small files of a step whose images and parts are durable under `prefix`."""
-    files = step_files(headers, known)
+    store: Store, step: StepId, headers: Sequence[Header], known: Known | None = None
+) -> bytes:
+    """Write the small files of a step whose images and parts are durable. Returns its marker."""
+    states = publishing.of(store)
+    files = step_files(headers, store.cut_bytes, known)
     marker = files.pop(layout.MARKER)
-    store.put_many({f"{prefix}/{name}": data for name, data in files.items()})
-    store.put(f"{prefix}/{layout.MARKER}", marker)
+    store.put_many({f"{states.making(step)}/{name}": data for name, data in files.items()})
+    states.complete(step, marker)
+    return marker
 
 
-def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
-    """Look, rename to the final name, look again. Returns when the step is acknowledged.
+def publish(store: Store, step: StepId, marker: bytes, line: Lineage, *, owner: int) -> None:
+    """Look, commit, look again. Returns when the step is acknowledged.
 
     `line` is the lineage of the head, `owner` the attempt that must own the run: that of the step
     for a save, a later one for a roll-forward.
@@ -328,20 +347,18 @@ def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
         Superseded: a newer attempt owns the run; whether the step counts is for its lineage to say.
         AlreadyExists: another step that counts stands there, or one that is damaged.
     """
-    making = layout.making_name(step.branch, step.step, step.attempt)
-    final = layout.step_name(step.branch, step.step)
+    states = publishing.of(store)
+    place = f"{store.location}/{layout.step_name(step.branch, step.step)}"
     attempts.look(store, owner)
     while True:
         try:
-            store.move(making, final)
+            states.publish(step, marker)
             break
         except NotFound as error:
             # Rolled forward or removed by somebody else: the look tells, or it is there already.
             attempts.look(store, owner)
             if _occupant(store, step) != step:
-                raise StoreFailed(
-                    f"{store.location}/{making}: vanished while it was being published"
-                ) from error
+                raise StoreFailed(f"{place}: vanished while it was being published") from error
             break
         except AlreadyExists:
             occupant = _occupant(store, step)
@@ -353,23 +370,17 @@ def publish(store: Store, step: StepId, line: Lineage, *, owner: int) -> None:
                     f"{occupant} is there and counts" if occupant else "what is there is damaged"
                 )
                 raise AlreadyExists(
-                    f"{store.location}/{final}: {there}; attempt {owner} must not replace it"
+                    f"{place}: {there}; attempt {owner} must not replace it"
                 ) from None
-            _set_aside(store, step, owner)
+            states.set_aside(step, owner)
     attempts.look(store, owner)
 
 
 def _occupant(store: Store, step: StepId) -> StepId | None:
     try:
-        return attempts.read_marker(store, step.branch, step.step).id
+        return publishing.read_marker(store, step.branch, step.step).id
     except (NotFound, Damaged):
         return None
-
-
-def _set_aside(store: Store, step: StepId, owner: int) -> None:
-    aside = layout.aside_name(step.branch, step.step, owner)
-    store.delete_tree(aside)
-    store.move(layout.step_name(step.branch, step.step), aside)
 
 
 # --- deleting ------------------------------------------------------------------------------------
@@ -381,26 +392,22 @@ def delete_step(store: Store, step: StepId, *, owner: int) -> None:
     Raises:
         Superseded: a newer attempt owns the run; the step was put back.
     """
-    final = layout.step_name(step.branch, step.step)
-    condemned = layout.deleted_name(step.branch, step.step, owner)
-    store.delete_tree(condemned)
+    states = publishing.of(store)
     try:
-        store.move(final, condemned)
+        states.condemn(step, owner)
     except NotFound:
         return
     try:
         attempts.look(store, owner)
     except Superseded:
-        with contextlib.suppress(NotFound, AlreadyExists):  # the new owner may have dealt with it
-            store.move(condemned, final)
+        states.put_back(step, owner)  # unless the new owner has dealt with it
         raise
-    store.delete_tree(condemned)
+    states.remove(step.branch, step.step, owner)
 
 
 def put_back(store: Store, step: StepId, remain: Remain) -> None:
     """Take a step back that an older attempt condemned after this attempt's claim."""
-    with contextlib.suppress(NotFound, AlreadyExists):  # its deleter may have put it back
-        store.move(remain.name, layout.step_name(step.branch, step.step))
+    publishing.of(store).put_back(step, remain.attempt)
 
 
 def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[str]:
@@ -423,8 +430,8 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
             step = StepId(remain.step, remain.branch, remain.attempt)
             try:
                 store.clear_temporaries(remain.name)
-                finish(store, remain.name, read_headers(store, remain.name, remain.attempt))
-                publish(store, step, line, owner=owner)
+                headers = read_headers(store, remain.name, remain.attempt)
+                publish(store, step, finish(store, step, headers), line, owner=owner)
             except (NotFound, Damaged, AlreadyExists) as error:
                 done.append(f"left {remain.name}: {error}")
                 continue
@@ -436,14 +443,12 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
 
 
 def _remove(store: Store, remain: Remain, owner: int) -> None:
-    """First out of the way under a name of ours, so that nobody publishes half of it."""
-    mine = layout.deleted_name(remain.branch, remain.step, owner)
-    store.delete_tree(mine)
+    states = publishing.of(store)
     try:
-        store.move(remain.name, mine)
+        states.take_over(remain, owner)
     except NotFound:
         return
-    store.delete_tree(mine)
+    states.remove(remain.branch, remain.step, owner)
 
 
 def read_headers(store: Store, prefix: str, attempt: int) -> list[Header]:

@@ -89,7 +89,10 @@ class CheckpointManager:
         self._writer: Writer | None = None
         self._calls = itertools.count()
         """Numbers what this manager settles with its peers: all processes make the same calls."""
+        self._held: int | None = None
+        """The newest attempt that this manager has claimed."""
         self._attempt: Started | None = None
+        """That attempt, once it has decided."""
         self._plan: snapshot.SnapshotPlan | None = None
         self._pending: list[Pending] = []
         self._last: tuple[int, dict[str, Json]] | None = None
@@ -221,12 +224,17 @@ class CheckpointManager:
             self._must_be_open()
             self._finish_attempt()
             self._own_arena()
-            self._attempt = Start(self._store, matter).run(wish)
-        restored = self._attempt.restored
+            start = Start(self._store, matter, self._held, self._now_holds)
+            self._attempt = started = start.run(wish)
+        restored = started.restored
         self._last, self._last_pending = None, None
         if not restored.report.fresh:
             self._last = (restored.step, states.take(wish.data))
         return restored
+
+    def _now_holds(self, number: int) -> None:
+        """The attempt before is over, even if nothing comes of this one."""
+        self._held, self._attempt = number, None
 
     def _begin(self) -> Started:
         """The attempt of a trainer that saves without having resumed."""

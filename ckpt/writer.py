@@ -14,8 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
-from ckpt import attempts, commit, layout
-from ckpt.errors import CheckpointError, Misuse, NotFound, PeerFailed, StoreFailed, Superseded
+from ckpt import attempts, commit, layout, publishing
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    Damaged,
+    Misuse,
+    NotFound,
+    PeerFailed,
+    StoreFailed,
+    Superseded,
+)
 from ckpt.image import Header
 from ckpt.lineage import Lineage, StepId
 from ckpt.processes import Matter, Processes
@@ -170,12 +179,12 @@ class Writer:
         """Returns the figures of the save on process 0, None elsewhere."""
         begun = time.monotonic()
         step, here = job.id, self._processes.index
-        making = layout.making_name(step.branch, step.step, step.attempt)
+        making = publishing.of(self._store).making(step)
         with self._processes.matter(matter_of(step), self._timeout_s) as matter:
             with self._explained(step):
                 try:
-                    image = f"{making}/{layout.image_name(step.attempt, here)}"
-                    self._store.write_image(image, job.slot.buffer[: job.header.size_bytes])
+                    data = job.slot.buffer[: job.header.size_bytes]
+                    commit.write_image(self._store, making, job.header, data)
                 finally:
                     job.slot.release()
                 part = commit.part_of(job.header)
@@ -197,16 +206,16 @@ class Writer:
         """Process 0: the parts of all, the small files, the marker. Returns the bytes of all."""
         with self._explained(job.id):
             headers = self._all_headers(making, job.id, job.header, matter)
-            commit.finish(self._store, making, headers, self._known)
-            commit.publish(self._store, job.id, job.line, owner=job.id.attempt)
+            marker = commit.finish(self._store, job.id, headers, self._known)
+            commit.publish(self._store, job.id, marker, job.line, owner=job.id.attempt)
         return sum(header.size_bytes for header in headers)
 
     @contextlib.contextmanager
     def _explained(self, step: StepId) -> Iterator[None]:
-        """Files that vanish under an attempt that was superseded are no fault of the store."""
+        """What vanishes under an attempt that was superseded is no fault of the store."""
         try:
             yield
-        except (NotFound, StoreFailed) as error:
+        except (NotFound, StoreFailed, Damaged, AlreadyExists) as error:
             try:
                 attempts.look(self._store, step.attempt)
             except Superseded as superseded:
