@@ -150,6 +150,10 @@ def decision_name(attempt: int) -> str:
     return f"{ATTEMPTS}/{attempt}.from.json"
 
 
+def log_name(attempt: int) -> str:
+    return f"{LOG}/a{attempt}.jsonl"
+
+
 def pin_name(step: StepId) -> str:
     return f"{PINS}/{step.branch}-{step.step}.json"
 
