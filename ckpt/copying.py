@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import crc32c
@@ -32,7 +32,7 @@ class Part(NamedTuple):  # there is one per leaf, and a tuple is made in a third
 
 
 def copy_chunks(
-    target: np.ndarray, parts: Sequence[Part], places: Places, threads: int
+    target: np.ndarray, parts: Iterable[Part], places: Places, threads: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Copy all chunks of `parts` to their places in `target` (u8).
 
@@ -57,22 +57,21 @@ class _Sink:
         self.crc = np.empty(len(self.start), "<u4")
         self._digest_view = memoryview(self.digest.reshape(-1).data)
 
-    def put_small(self, rows: list[tuple[int, np.ndarray]]) -> None:
+    def put_small(self, rows: Sequence[int], sources: Sequence[np.ndarray]) -> None:
         """Chunks that are one range each; neighbours of one kind go together."""
         at = 0
         while at < len(rows):
-            row, source = rows[at]
-            kind, size, room = source.dtype, self.nbytes[row], self.room[row]
+            row, kind = rows[at], sources[at].dtype
+            size, room = self.nbytes[row], self.room[row]
             stop, place = at + 1, self.start[row] + room
-            while stop < len(rows):
-                after, other = rows[stop]
-                same = (after - row, self.start[after]) == (stop - at, place)
-                if not (same and self.nbytes[after] == size and self.room[after] == room):
+            while stop < len(rows) and sources[stop].dtype is kind:
+                after = rows[stop]
+                if after - row != stop - at or self.start[after] != place:
                     break
-                if other.dtype is not kind:
+                if self.nbytes[after] != size or self.room[after] != room:
                     break
                 stop, place = stop + 1, place + room
-            self._put_stretch(row, [source.reshape(-1) for _, source in rows[at:stop]])
+            self._put_stretch(row, [source.reshape(-1) for source in sources[at:stop]])
             at = stop
 
     def _put_stretch(self, first: int, sources: list[np.ndarray]) -> None:
@@ -82,11 +81,14 @@ class _Sink:
         bytes_of = sources[0] if count == 1 else np.concatenate(sources)
         block = self.target[start : start + count * room].reshape(count, room)
         block[:, :size] = bytes_of.view(np.uint8).reshape(count, size)
-        views = [self.view[at : at + size] for at in range(start, start + count * room, room)]
-        digests = b"".join(map(xxhash.xxh3_128_digest, views))
+        digests, crcs = [], []
+        for at in range(start, start + count * room, room):
+            view = self.view[at : at + size]
+            digests.append(xxhash.xxh3_128_digest(view))
+            crcs.append(crc32c.crc32c(view))
         rows = slice(first, first + count)
-        self.digest[rows] = np.frombuffer(digests, np.uint8).reshape(count, 16)
-        self.crc[rows] = list(map(crc32c.crc32c, views))
+        self.digest[rows] = np.frombuffer(b"".join(digests), np.uint8).reshape(count, 16)
+        self.crc[rows] = crcs
         block[:, size : size + CRC_BYTES] = self.crc[rows].view(np.uint8).reshape(count, CRC_BYTES)
         block[:, size + CRC_BYTES :] = 0
 
@@ -117,9 +119,10 @@ class _Sink:
         self.view[end : end + gap] = crc.to_bytes(gap, "little")
 
 
-def _tasks(sink: _Sink, parts: Sequence[Part]) -> Iterator[Callable[[], None]]:
+def _tasks(sink: _Sink, parts: Iterable[Part]) -> Iterator[Callable[[], None]]:
     """One task per large chunk, and one for each run of small ones."""
-    small: list[tuple[int, np.ndarray]] = []
+    rows: list[int] = []  # of the small ones, and their bytes
+    small: list[np.ndarray] = []
     for part in parts:
         source, first, count = part.source, part.first, part.chunks
         if count == 0:
@@ -130,23 +133,22 @@ def _tasks(sink: _Sink, parts: Sequence[Part]) -> Iterator[Callable[[], None]]:
             continue
         size = sink.nbytes[first]
         if count == 1 and size <= _PIECE_BYTES:
-            small.append((first, source))
+            rows.append(first)
+            small.append(source)
             continue
         raw = source.reshape(-1).view(np.uint8)
         if size > _PIECE_BYTES:
             for i in range(count):
                 yield functools.partial(sink.put, first + i, raw[i * size : (i + 1) * size])
         else:
-            small += ((first + i, raw[i * size : (i + 1) * size]) for i in range(count))
-    run: list[tuple[int, np.ndarray]] = []
-    left = _RUN_BYTES
-    for row, raw in small:
-        run.append((row, raw))
-        left -= raw.nbytes
-        if left <= 0:
-            yield functools.partial(sink.put_small, run)
-            run, left = [], _RUN_BYTES
-    yield functools.partial(sink.put_small, run)
+            rows += range(first, first + count)
+            small += (raw[i * size : (i + 1) * size] for i in range(count))
+    first, left = 0, _RUN_BYTES
+    for stop, source in enumerate(small, 1):
+        left -= source.nbytes
+        if left <= 0 or stop == len(small):
+            yield functools.partial(sink.put_small, rows[first:stop], small[first:stop])
+            first, left = stop, _RUN_BYTES
 
 
 def _blocks(source: np.ndarray, chunk: tuple[int, ...]) -> Iterator[np.ndarray]:

@@ -283,12 +283,12 @@ def fill(
     _check_sources(plan, sources)
     view = memoryview(target.data)
     view[:PAGE_BYTES] = bytes(PAGE_BYTES)
-    parts = [
+    parts = (
         Part(source, plan.arrays[shard.array].chunk_shape, first, stop - first)
         for source, shard, first, stop in zip(
             sources, plan.shards, plan.first[:-1], plan.first[1:], strict=True
         )
-    ]
+    )
     digest, crc = copy_chunks(target, parts, plan.places, threads)
     offset = plan.places.offset.astype("<u8")
     columns = (plan.cell, offset, digest, plan.array, crc)

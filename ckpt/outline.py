@@ -28,6 +28,8 @@ class Look(NamedTuple):
     text: str
     """Static data may be equal and yet differ (1, True, 1.0), or be changed in place."""
     leaves: list[Any]
+    """All that the specs depend on but their places: one list for all leaves, as a tuple for each
+    would set off the garbage collector in the middle of a save."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,20 +63,23 @@ def look_at(tree: Any) -> tuple[Look, list[Any]] | None:
     except (TypeError, ValueError, RecursionError, SystemError):  # the last: a tree within itself
         return None
     lookers = {type(value): _looker(value) for value in {type(v): v for v in values}.values()}
-    return Look(treedef, text, [lookers[type(value)](value) for value in values]), values
+    leaves: list[Any] = []
+    for value in values:
+        leaves += lookers[type(value)](value)
+    return Look(treedef, text, leaves), values
 
 
-def _looker(value: Any) -> Callable[[Any], Any]:
-    """For leaves of this type: all that their specs depend on, but their places."""
+def _looker(value: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """For leaves of this type: what tells them apart."""
     kind = type(value)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return lambda array: (kind, array.aval, array.sharding, array.committed)
     if isinstance(value, np.ndarray | np.generic):
         return lambda array: (kind, array.dtype, array.shape)
     if kind in (bool, float, complex):
-        return lambda _: kind
+        return lambda _: (kind,)
     if kind is int:
         return lambda number: (kind, number in _INT64 or number)
     if kind in (str, bytes):
         return lambda text: (kind, text)
-    return lambda _: object()  # equal to nothing else
+    return lambda _: (object(),)  # equal to nothing else
