@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -14,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
-
-import xxhash
 
 from ckpt import commit, layout, snapshot, states, tree
 from ckpt.arena import Arena, default_directory, remove_stale
@@ -80,14 +77,13 @@ class CheckpointManager:
         self._store: Store = open_store(self.tier.location)
         self._reader = Reader(self._store)
         self._keeper = Keeper(self._store, self.tier.keep, self._now_superseded)
-        run = xxhash.xxh3_64_hexdigest(self._store.location.encode())
-        self._processes: Processes = of_run(run)
+        self._processes: Processes = of_run(self._store.location)
         self._timeout_s = timeout_s
         self._slots = slots
         self._arena_directory = Path(arena) if arena is not None else None
         self._arena: Arena | None = None
         self._writer: Writer | None = None
-        self._calls = itertools.count()
+        self._calls = 0
         """Numbers what this manager settles with its peers: all processes make the same calls."""
         self._held: int | None = None
         """The newest attempt that this manager has claimed."""
@@ -111,7 +107,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.close()
+            self._close("it closed its manager" if kind is None else f"it raised {kind.__name__}")
         except CheckpointError:
             if kind is None:
                 raise
@@ -386,6 +382,9 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Finish all saves and let go of the arena. Raises what nobody was told yet."""
+        self._close("it closed its manager")
+
+    def _close(self, why: str) -> None:
         if self._closed:
             return
         self._closed = True
@@ -393,6 +392,8 @@ class CheckpointManager:
             if self._writer is not None:
                 self._writer.close()
         finally:
+            if self._calls:
+                self._processes.leave(why)
             if self._arena is not None:
                 self._arena.close(remove=True)
         self._raise_background_errors()
@@ -401,7 +402,8 @@ class CheckpointManager:
 
     def _matter(self) -> Matter:
         """The next thing that all processes settle together."""
-        return self._processes.matter(f"call-{next(self._calls)}", self._timeout_s)
+        self._calls += 1
+        return self._processes.matter(f"call-{self._calls}", self._timeout_s)
 
     @contextlib.contextmanager
     def _peers_told(self, step: int) -> Iterator[None]:

@@ -15,7 +15,6 @@ from ckpt.reader import (
     Reader,
     Restored,
     check_step_number,
-    load,
     metadata_of,
     resolve,
 )
@@ -70,14 +69,7 @@ def restore(
         return Reader(place.store).restore(step, like=like, data=data)
     if step is not None and step != place.step.step:
         raise Misuse(f"{location}: is step {place.step.step}; step={step} was asked for")
-    restored = load(place.store, place.step, like)
-    if data is not None:
-        from ckpt import states
-        from ckpt.steps import read_manifest
-
-        saved = read_manifest(place.store, place.step).data
-        states.put(data, saved, {}, process=0, processes=1, where=os.fspath(location))
-    return restored
+    return Reader(place.store).restore_step(place.step, like=like, data=data)
 
 
 def metadata(location: Location, *, step: int | None = None) -> Metadata:

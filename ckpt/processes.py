@@ -17,16 +17,20 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeVar, final
+
+import xxhash
 
 from ckpt import errors
-from ckpt.errors import CheckpointError, PeerFailed, Superseded
+from ckpt.errors import CheckpointError, Damaged, PeerFailed, Superseded
 
 Json = Any
+T = TypeVar("T")
 
 TIMEOUT_S = 600.0
 """How long a process waits for another before it names it as failed."""
@@ -60,6 +64,13 @@ class Processes(abc.ABC):
     @abc.abstractmethod
     def remove(self, prefix: str) -> None:
         """Take down all that is below a prefix."""
+
+    @final
+    def leave(self, why: str) -> None:
+        """Tell the others that this process takes part in nothing any more."""
+        if self.count > 1:
+            with contextlib.suppress(PeerFailed):  # then there is nobody to hear it
+                self.put(f"left/{self.index}", why)
 
     @final
     def matter(self, name: str, timeout_s: float = TIMEOUT_S) -> Matter:
@@ -131,6 +142,32 @@ class Matter:
         self._tell(f"{what}/all", values)
         return values
 
+    def vote(self, what: str, act: Callable[[], T]) -> T:
+        """Everybody acts; all get what their own act gave, or all get an error.
+
+        Raises:
+            Damaged: somebody found damage, and nobody had another error; tells who found what.
+            CheckpointError: another error of this process, or PeerFailed with that of a peer.
+        """
+        error: CheckpointError | None = None
+        try:
+            value = act()
+        except CheckpointError as caught:
+            error = caught
+        vote = None if error is None else [isinstance(error, Damaged), _described(error)]
+        votes = self.gather(what, vote)
+        if error is not None and (not isinstance(error, Damaged) or self.count == 1):
+            raise error
+        # From the same votes all draw the same conclusion, or some would go on without the others.
+        against = {process: each for process, each in enumerate(votes) if each is not None}
+        for process, (damaged, text) in against.items():
+            if not damaged:
+                raise PeerFailed(f"process {process}: {text}") from error
+        if against:
+            lines = (f"process {process}: {text}" for process, (_, text) in against.items())
+            raise Damaged("\n".join(lines)) from error
+        return value
+
     def fail(self, error: BaseException, *, decided: bool = False) -> None:
         """Tell the others that this process does not go on with the matter, and why.
 
@@ -149,15 +186,14 @@ class Matter:
             self._processes.put(self._key(f"failed/{self.index}"), json.dumps(note))
 
     def check(self) -> None:
-        """Raise what another process has told with `fail`: PeerFailed, or what it decided."""
-        notes = [
-            (int(process), json.loads(text))
-            for process, text in self._processes.below(self._key("failed")).items()
-            if int(process) != self.index
-        ]
-        if notes:
+        """Raise the bad news there are: what another process told with `fail`, or that it left."""
+        failed = self._others(self._key("failed"))
+        if failed:
+            notes = [(process, json.loads(text)) for process, text in failed]
             # Who speaks of itself comes before who was told of it.
             raise _error_of(*min(notes, key=lambda note: (note[1]["told"], note[0])))
+        for process, why in self._others("left"):
+            raise PeerFailed(f"process {process} takes no part in {self._name} any more: {why}")
 
     def forget(self) -> None:
         """Take down all that was said. Only when nobody can still be waiting for it."""
@@ -166,6 +202,10 @@ class Matter:
     def _key(self, what: str) -> str:
         return f"{self._name}/{what}"
 
+    def _others(self, prefix: str) -> list[tuple[int, str]]:
+        found = self._processes.below(prefix)
+        return sorted((int(i), text) for i, text in found.items() if int(i) != self.index)
+
     def _tell(self, what: str, value: Json) -> None:
         if self.count > 1:
             self._processes.put(self._key(what), json.dumps(value))
@@ -173,19 +213,29 @@ class Matter:
     def _hear(self, what: str, process: int, end: float) -> Json:
         """What a process says, until the monotonic time `end`."""
         wait_s = _FIRST_WAIT_S
+        trouble: CheckpointError | None = None
         while True:
             left_s = end - time.monotonic()
             text = self._processes.get(self._key(what), max(0.0, min(wait_s, left_s)))
             if text is not None:
                 return json.loads(text)
-            self.check()
+            if trouble is not None:
+                raise trouble
             if left_s <= 0:
                 raise PeerFailed(
                     f"process {process} of {self.count} was not heard of within "
                     f"{self._timeout_s:.0f} s ({self._name}: {what}); it may be dead or stuck, or "
                     "has not made the same call for the same location"
                 )
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            try:
+                self.check()
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            except CheckpointError as error:
+                trouble, wait_s = error, 0.0  # look once more: it may have been said just before
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _error_of(process: int, note: Json) -> CheckpointError:
@@ -224,8 +274,9 @@ class Distributed(Processes):
     """The processes under `jax.distributed.initialize`.
 
     Args:
-        run: keeps the runs of one job apart. Boards of one run are numbered as they are first
-            used, so a manager that only one process makes, to look, disturbs nobody.
+        run: keeps the runs of one job apart; the same text in all processes. Boards of one run
+            are numbered as they are first used, so a manager that only one process makes, to look,
+            disturbs nobody.
     """
 
     def __init__(self, run: str) -> None:
@@ -270,7 +321,8 @@ class Distributed(Processes):
 
     def _path(self, key: str) -> str:
         if self._board is None:
-            self._board = f"lastgood/{self._run}-{_next_board(self._client, self._run)}"
+            name = xxhash.xxh3_64_hexdigest(self._run.encode())
+            self._board = f"lastgood/{name}-{_next_board(self._client, name)}"
         return f"{self._board}/{key}"
 
 
@@ -296,8 +348,25 @@ def _next_board(client: Any, run: str) -> int:
     return _boards[run]
 
 
-def of_run(run: str) -> Processes:
-    """The processes of this job; `run` keeps runs in one job apart."""
+def of_run(location: str) -> Processes:
+    """The processes of this job, for what they do with the run at `location`."""
     import jax
 
-    return Alone() if jax.process_count() == 1 else Distributed(run)
+    return Alone() if jax.process_count() == 1 else Distributed(location)
+
+
+def of_tree(location: str, tree: Any) -> Processes:
+    """Those who must read together: all, if a leaf lies on devices of several processes."""
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return Alone()
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    together = any(each is not None and not each.is_fully_addressable for each in shardings)
+    return of_run(location) if together else Alone()
+
+
+def here() -> tuple[int, int]:
+    """Index of this process, and how many there are."""
+    import jax
+
+    return jax.process_index(), jax.process_count()

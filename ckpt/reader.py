@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from typing import Any, final
 from ckpt import attempts, layout, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
-from ckpt.lineage import StepId, choose, counting
+from ckpt.lineage import Skips, StepId, choose, counting
+from ckpt.processes import Matter, here, of_tree
 from ckpt.publishing import read_marker
 from ckpt.retention import Best, best
 from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
@@ -162,9 +164,16 @@ class Reader:
                 arrays or `jax.ShapeDtypeStruct`. Without it exactly what was saved, on the host.
             data: iterators to position.
 
+        If `like` lies on devices of several processes, all of them must call this, and all get the
+        same step or an error.
+
         Raises:
-            NotFound, Damaged, Mismatch, StoreFailed.
+            NotFound, Damaged, Mismatch, StoreFailed, PeerFailed.
         """
+        with of_tree(self.store.location, like).matter("restore") as matter:
+            return self._restore(matter, step, like, data)
+
+    def _restore(self, matter: Matter, step: int | None, like: Any, data: Any) -> Restored:
         listing = self.listing()
         found = counting(listing.lineage, listing.steps)
         if step is not None:
@@ -174,21 +183,32 @@ class Reader:
             raise NotFound(nothing_there(self.store, listing))
         lost: list[Lost] = []
         head = listing.head
-        for candidate in reversed(found):
+        named = matter.decide("steps", lambda: [layout.emit_step_id(each) for each in found])
+        where = f"{self.store.location}: steps of process 0"
+        for candidate in (layout.parse_step_id(each, where) for each in reversed(named)):
+            assert candidate is not None
             try:
-                restored = load(self.store, candidate, like)
+                restored = matter.vote(
+                    f"step {candidate.step}", functools.partial(load, self.store, candidate, like)
+                )
             except Damaged as error:
                 if step is not None:
                     raise
                 lost.append(Lost(candidate.step, str(error)))
                 continue
-            if data is not None:
-                manifest = self.manifest(candidate)
-                where = f"{self.store.location}: {candidate}"
-                skips = head.skips if head is not None else {}
-                states.put(data, manifest.data, skips, process=0, processes=1, where=where)
+            skips = head.skips if head is not None else {}
+            with states.kept_on_error(data):
+                matter.vote("data", functools.partial(position, self.store, candidate, data, skips))
             return with_report(restored, lost=tuple(with_damaged(lost, listing, restored, step)))
         raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
+
+    def restore_step(self, step: StepId, *, like: Any = MISSING, data: Any = None) -> Restored:
+        """One committed step, whether it belongs to the lineage or not. Raises as `restore`."""
+        with of_tree(self.store.location, like).matter("restore") as matter:
+            restored = matter.vote("step", lambda: load(self.store, step, like))
+            with states.kept_on_error(data):
+                matter.vote("data", lambda: position(self.store, step, data, {}))
+        return restored
 
     def wait_for_new_step(self, after: int | None = None, *, timeout: float | None = None) -> int:
         """Block until the lineage has a step newer than `after` (default: than now).
@@ -204,6 +224,19 @@ class Reader:
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"{self.store.location}: no step after {known} in {timeout} s")
             time.sleep(0.2)
+
+
+def position(store: Store, step: StepId, data: Any, skips: Skips) -> None:
+    """Put iterators where they were when a step was saved.
+
+    Raises:
+        Mismatch: they were not saved with it, or by another number of processes.
+    """
+    if data is not None:
+        index, count = here()
+        saved = read_manifest(store, step).data
+        where = f"{store.location}: {step}"
+        states.put(data, saved, skips, process=index, processes=count, where=where)
 
 
 def load(store: Store, step: StepId, like: Any) -> Restored:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt import attempts, commit, layout, publishing, states
 from ckpt.attempts import Listing
-from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, PeerFailed
+from ckpt.errors import Damaged, Misuse, NotFound
 from ckpt.lineage import (
     Decision,
     Kind,
@@ -119,8 +119,9 @@ class Start:
             restored = Restored(0, None if wish.like is MISSING else wish.like)
 
         decision = self._decide(number, wish, restored, listing, skips, lost)
-        self._vote("data", lambda: self._position(decision, restored, wish.data))
-        self.matter.decide("recorded", lambda: attempts.record(self.store, decision))
+        with states.kept_on_error(wish.data):
+            self.matter.vote("data", lambda: self._position(decision, restored, wish.data))
+            self.matter.decide("recorded", lambda: attempts.record(self.store, decision))
         _log.info(
             "%s: attempt %d, %s, step %d",
             self.store.location,
@@ -214,17 +215,14 @@ class Start:
         self, number: int, listing: Listing, step: StepId, wish: Wish, lost: list[Lost]
     ) -> Restored | None:
         """Everybody reads, then all vote. None when it is damaged for somebody."""
-        restored: list[Restored] = []
         try:
-            self._vote(
-                f"step {step.step}",
-                lambda: restored.append(self._load_here(number, listing, step, wish)),
+            return self.matter.vote(
+                f"step {step.step}", lambda: self._load_here(number, listing, step, wish)
             )
         except Damaged as error:
             lost.append(Lost(step.step, str(error)))
             _log.warning("%s: %s is damaged: %s", self.store.location, step, error)
             return None
-        return restored[0]
 
     def _load_here(self, number: int, listing: Listing, step: StepId, wish: Wish) -> Restored:
         try:
@@ -252,26 +250,6 @@ class Start:
         except NotFound as error:
             raise Damaged(f"{self.store.location}: {step} was listed and is gone") from error
         return Restored(step.step, None, report=RestoreReport(step, damage=damage))
-
-    def _vote(self, what: str, act: Callable[[], None]) -> None:
-        """Everybody acts; an error of one is an error of all: Damaged, or PeerFailed if another."""
-        error: CheckpointError | None = None
-        try:
-            act()
-        except CheckpointError as caught:
-            error = caught
-        vote = None if error is None else [isinstance(error, Damaged), commit.describe(error)]
-        votes = self.matter.gather(what, vote)
-        if error is not None and (not isinstance(error, Damaged) or len(votes) == 1):
-            raise error
-        # From the same votes all draw the same conclusion, or some would go on without the others.
-        against = {process: each for process, each in enumerate(votes) if each is not None}
-        for process, (damaged, text) in against.items():
-            if not damaged:
-                raise PeerFailed(f"process {process}: {text}") from error
-        if against:
-            lines = (f"process {process}: {text}" for process, (_, text) in against.items())
-            raise Damaged("\n".join(lines)) from error
 
     def _skips(self, listing: Listing, wish: Wish) -> Skips:
         """The examples of a range of batches, on the lineage on which they were seen."""

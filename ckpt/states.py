@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 from ckpt.errors import Mismatch, Misuse
 from ckpt.lineage import Skips
 
 Json = Any
+_log = logging.getLogger("ckpt")
 DEFAULT_NAME = "data"
 
 
@@ -108,6 +111,22 @@ def put(
     for name, each in iterators.items():
         each.set_state(found[name])
         apply_skips(name, each, skips)
+
+
+@contextlib.contextmanager
+def kept_on_error(data: Any) -> Generator[None]:
+    """Whoever sees an error finds the iterators where they were, also those already positioned."""
+    iterators = named(data)
+    before = {name: each.get_state() for name, each in iterators.items()}
+    try:
+        yield
+    except BaseException:
+        for name, each in iterators.items():
+            try:
+                each.set_state(before[name])
+            except Exception:
+                _log.exception("data %r could not be put back to where it was", name)
+        raise
 
 
 def apply_skips(name: str, iterator: Iterator, skips: Skips) -> None:

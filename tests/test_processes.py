@@ -401,8 +401,8 @@ def test_the_board(seen: Seen) -> None:
     assert same(found, "both") == [True, True]
     assert same(found, "failures") == []
     assert same(found, "forgotten") == [True, 0, True]
-    assert same(found, "boards")[0].endswith("/board-2/x")
-    assert found[0]["boards"][1].endswith("/other-1/x")
+    assert same(found, "boards")[0].endswith("-2/x")
+    assert found[0]["boards"][1].endswith("-1/x")
 
 
 # --- one process dies -----------------------------------------------------------------------------
