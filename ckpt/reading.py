@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ckpt import dtypes, leaves, tree
+from ckpt import collector, dtypes, leaves, placement, tree
 from ckpt.arrays import Report, Request, read_arrays
 from ckpt.errors import Mismatch
 from ckpt.image import Header
@@ -44,6 +44,11 @@ def read_tree(step: OpenStep, like: Any = None, *, given: bool = False) -> tuple
         Damaged: chunks that are needed are absent or not what was written.
         Unsupported: without a template, a class of the structure is not loaded here.
     """
+    with collector.waiting():
+        return _read_tree(step, like, given=given)
+
+
+def _read_tree(step: OpenStep, like: Any, *, given: bool) -> tuple[Any, Report]:
     if not given:
         wants = [_Want(spec, spec, None, None, False) for spec in step.leaves]
         values, report = _read(step, wants)
@@ -57,8 +62,7 @@ def read_tree(step: OpenStep, like: Any = None, *, given: bool = False) -> tuple
     saved = {spec.name: spec for spec in step.leaves}
     wants = [_want(saved[leaf.name], leaf) for leaf in flat.leaves]
     values, report = _read(step, wants)
-    named = dict(zip((leaf.name for leaf in flat.leaves), values, strict=True))
-    return tree.with_structure_of(like, named), report
+    return tree.with_values(like, flat.specs, values), report
 
 
 def _want(saved: LeafSpec, leaf: tree.Leaf) -> _Want:
@@ -87,31 +91,29 @@ def _read(step: OpenStep, wants: Sequence[_Want]) -> tuple[list[Any], Report]:
     found: list[Any] = [None] * len(wants)
     for i, array in zip(stored, arrays, strict=True):
         found[i] = array
-    return [_build(want, array) for want, array in zip(wants, found, strict=True)], report
+    values = [_build(want, array) for want, array in zip(wants, found, strict=True)]
+    late = [i for i, want in enumerate(wants) if want.on_device and want.target.kind != "key"]
+    late = [i for i in late if wants[i].sharding is None]
+    placed = placement.put([values[i] for i in late], [wants[i].final for i in late])
+    for i, value in zip(late, placed, strict=True):
+        values[i] = value
+    for i, want in enumerate(wants):
+        if want.target.weak_type:
+            values[i] = _weak(values[i])
+    return values, report
 
 
 def _build(want: _Want, array: Any) -> Any:
+    """The value, but for what `_read` does for all together: arrays not yet on their devices."""
     saved, target = want.saved, want.target
     if want.sharding is not None:
-        value = array
-        if target.kind == "key":
-            return jax.random.wrap_key_data(value, impl=target.impl)
-        return _weak(value) if target.weak_type else value
+        return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == "key" else array
     if not want.on_device:
         return revive(array, _as(saved, target))
     if target.kind == "key":
         keys = revive(array, saved)
         return keys if want.final is None else jax.device_put(keys, want.final)
-    host = logical_view(array, saved) if array is not None else revive(None, saved)
-    value = _placed(np.asarray(host), want.final)
-    return _weak(value) if target.weak_type else value
-
-
-def _placed(value: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    # device_put would have all processes compare their values, and hang where one of them failed.
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return np.asarray(logical_view(array, saved) if array is not None else revive(None, saved))
 
 
 def _as(saved: LeafSpec, target: LeafSpec) -> LeafSpec:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from ckpt import commit, layout
+from ckpt import collector, commit, layout
 from ckpt.errors import Damaged, NotFound, Unsupported
 from ckpt.image import Header
 from ckpt.layout import Part
@@ -159,6 +159,11 @@ def open_step(store: Store, step: StepId) -> OpenStep:
         NotFound: no such step.
         Damaged: a file that a restore needs is not what was written; all of them are named.
     """
+    with collector.waiting():
+        return _open_step(store, step)
+
+
+def _open_step(store: Store, step: StepId) -> OpenStep:
     prefix = layout.step_name(step.branch, step.step)
     manifest = read_manifest(store, step)
     damage = check_files(store, prefix, manifest)

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from ckpt import plain
 from ckpt.errors import Damaged, Misuse, Unsupported
 from ckpt.leaves import EmptySpec, LeafSpec
@@ -133,6 +135,18 @@ def unflatten(structure: Any, values: Sequence[Any]) -> Any:
             f"the first of them leaf {min(missing)}"
         )
     return tree
+
+
+def with_values(like: Any, specs: Sequence[LeafSpec], values: Sequence[Any]) -> Any:
+    """A tree of the nodes of `like`, with `values` for its leaves: one for each of its specs."""
+    try:
+        structure: Any = jax.tree.structure(like)
+        if structure.num_leaves == len(values):
+            return jax.tree.unflatten(structure, values)
+    except (TypeError, ValueError):
+        pass  # what JAX cannot flatten: keys of several types
+    names = (spec.name for spec in specs)
+    return with_structure_of(like, dict(zip(names, values, strict=True)))
 
 
 def with_structure_of(like: Any, values: Mapping[str, Any]) -> Any:
