@@ -11,6 +11,7 @@ from ckpt import attempts, commit, image, layout
 from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
 from ckpt.image import Header
 from ckpt.lineage import StepId, counts
+from ckpt.publishing import read_marker
 from ckpt.reader import resolve
 from ckpt.steps import (
     Damage,
@@ -29,6 +30,8 @@ Progress = Callable[[int, int], None]
 
 _WINDOW_BYTES = 8 << 20
 """Neighbouring small chunks are read together, up to this much."""
+
+_WORTH_THREADS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -174,10 +177,13 @@ def check_step(store: Store, step: StepId) -> tuple[Damage, ...]:
 def _why_not(store: Store, step: StepId, error: CheckpointError) -> list[Damage]:
     """A step that cannot be opened, as far as can be told file by file."""
     name = layout.step_name(step.branch, step.step)
+    at_fault = layout.MARKER
     try:
+        read_marker(store, step.branch, step.step)
+        at_fault = layout.MANIFEST
         manifest = read_manifest(store, step)
     except CheckpointError as first:
-        return [Damage(f"{name}/{layout.MANIFEST}", str(first))]
+        return [Damage(f"{name}/{at_fault}", str(first))]
     damage = check_files(store, name, manifest)
     damage += check_images(store, name, manifest)
     return damage or [Damage(name, str(error))]
@@ -255,8 +261,8 @@ def _check_rows(
             return row, str(error)
         return None
 
-    if stop - first == 1:
-        found = [check(first)]
+    if end - start < _WORTH_THREADS_BYTES:
+        found = [check(row) for row in range(first, stop)]
     else:
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(check, range(first, stop)))
