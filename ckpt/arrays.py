@@ -198,6 +198,14 @@ class _Catalog:
                 found.append((image, self._order[image][start:stop]))
         return found
 
+    def first_row(self, request: Request) -> tuple[int, int] | None:
+        """Image number and row of one chunk of the array; None if no image holds any."""
+        for image, index in self._at(request):
+            start, stop = self._first[image][index : index + 2]
+            if stop > start:
+                return image, int(self._order[image][start])
+        return None
+
     def _at(self, request: Request) -> list[tuple[int, int]]:
         if request.param not in self._places:
             where = ", ".join(header.where for header in self.headers[:4]) or "no image"
@@ -222,15 +230,15 @@ class _Leaf:
         self.boxes: tuple[Box, ...] = (whole(self.spec.shape),)
         if self.sharding is not None:
             self.boxes = boxes(self.spec.shape, self.dtype, self.sharding, self.name)
-        self.nbytes = sum(map(_count, self.boxes)) * self.dtype.itemsize
+        self._geometry = _geometry(self.spec.shape, self.spec.chunk_shape, self.boxes)
+        self.nbytes = self._geometry.elements * self.dtype.itemsize
         self._buffers: list[np.ndarray] = []
         self._found: dict[tuple[int, ...], tuple[int, int]] = {}
         self.missing = self._find()
 
     def chunks(self) -> list[Chunk]:
         """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
-        for box in self.boxes:
-            shape = [stop - start for start, stop in box]
+        for shape in self._geometry.shapes:
             self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
         find_uses = _remembered_uses if len(self._found) <= _FEW_CHUNKS else _uses
         uses = find_uses(self.spec.chunk_shape, self.boxes)
@@ -255,17 +263,15 @@ class _Leaf:
 
     def _find(self) -> list[str]:
         """Look up the cells that are needed; what no image holds, as lines for the error."""
-        rows = self._catalog.rows(self._request)
-        needed = sum(math.prod(map(len, _cells(self.spec.chunk_shape, box))) for box in self.boxes)
-        if needed == 0:
+        if self._geometry.cells == 0:
             return []
-        if math.prod(self.spec.grid) == 1:
-            if rows:
-                image, row = rows[0]
-                self._found[(0,) * len(self.spec.shape)] = (image, int(row[0]))
-                return []
-            return [f"leaf {self.name}: {self.spec.param}, its only chunk"]
-        held = self._held(rows)
+        if self._geometry.one_chunk:
+            only = self._catalog.first_row(self._request)
+            if only is None:
+                return [f"leaf {self.name}: {self.spec.param}, its only chunk"]
+            self._found[(0,) * len(self.spec.shape)] = only
+            return []
+        held = self._held(self._catalog.rows(self._request))
         # A header may speak of more chunks than there are; so walk no further than what is held.
         missing: list[str] = []
         for box in self.boxes:
@@ -306,12 +312,38 @@ class _Leaf:
             row=row,
             leaf=self.name,
             offset=int(columns.offset[row]),
-            nbytes=int(columns.nbytes[row]),
+            nbytes=self.spec.chunk_bytes,
             direct=direct,
             copies=tuple(copies),
             shape=self.spec.chunk_shape,
             dtype=self.dtype,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What follows from the shape of an array, that of its chunks, and the boxes wanted of it."""
+
+    elements: int
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the boxes."""
+    cells: int
+    """Chunks that are needed; those of several boxes count each time."""
+    one_chunk: bool
+    """Whether the array has no other chunk."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], wanted: tuple[Box, ...]
+) -> _Geometry:
+    """Models have many leaves of one shape."""
+    return _Geometry(
+        elements=sum(map(_count, wanted)),
+        shapes=tuple(tuple(stop - start for start, stop in box) for box in wanted),
+        cells=sum(math.prod(map(len, _cells(chunk_shape, box))) for box in wanted),
+        one_chunk=math.prod(n // c for n, c in zip(shape, chunk_shape, strict=True)) == 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ckpt.btree import renewed
 from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, StoreFailed, Superseded
 from ckpt.image import ArraySpec, Header, decode
 from ckpt.layout import Part
-from ckpt.leaves import EmptySpec, LeafSpec
+from ckpt.leaves import EmptySpec, LeafSpec, each_from_json
 from ckpt.lineage import Lineage, Remain, StepId
 from ckpt.recurring import Basis, Recurring, Template
 from ckpt.store import Store
@@ -103,7 +103,7 @@ Known = Recurring[_Same]
 
 def _same(headers: Sequence[Header], index: ocdbt.Database) -> _Same:
     meta, tree = headers[0].meta, _parse_tree(headers[0])
-    leaves = [LeafSpec.from_json(leaf) for leaf in tree["leaves"]]
+    leaves = list(each_from_json(tree["leaves"]))
     empty = [EmptySpec.from_json(node) for node in tree["empty"]]
     by_param = {spec.param: spec for header in headers for spec in header.arrays}
     arrays = [by_param[leaf.param] for leaf in leaves if leaf.param in by_param]

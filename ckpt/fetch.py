@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -60,8 +60,7 @@ class Copy:
     index: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class Chunk(NamedTuple):  # there is one per leaf at least, and a tuple is made faster
     """A chunk to be read: row `row` of the table of image number `image`, for leaf `leaf`.
 
     With `direct`, a contiguous u8 range of a target, its bytes belong there; `copies` are made from

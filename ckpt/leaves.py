@@ -6,7 +6,7 @@ Free of jax, so that the writer and the tools can import it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,36 @@ class EmptySpec:
         raise Damaged(f"tree record: wanted an empty node, found {str(value)[:200]}")
 
 
+def each_from_json(values: Iterable[Any]) -> Iterator[LeafSpec]:
+    """`LeafSpec.from_json` of each value; what differs by name only is checked once."""
+    moulds: dict[Any, tuple[dict[str, Any], LeafSpec]] = {}
+    for value in values:
+        rest = {k: v for k, v in value.items() if k not in _OWN} if type(value) is dict else {}
+        try:
+            key = (rest.get("kind"), rest.get("dtype"), *rest.get("shape", ()))
+            known = moulds.get(key)
+        except TypeError:
+            key, known = None, None
+        if known is not None and known[0] == rest and (own := _own(value)) is not None:
+            # What is equal may be of another type (True and 1), so the values are those known.
+            yield LeafSpec(*own, *(getattr(known[1], field) for field in _SHARED))
+            continue
+        spec = LeafSpec.from_json(value)
+        moulds[key] = (rest, spec)
+        yield spec
+
+
+def _own(value: dict[str, Any]) -> tuple[str, str, tuple[tuple[str, int], ...]] | None:
+    """Name, param and keys, if they are what they should be."""
+    name, param, keys = value.get("name"), value.get("param"), value.get("keys")
+    if type(name) is not str or type(param) is not str or type(keys) is not list:
+        return None
+    if not all(type(key) is list for key in keys):
+        return None
+    pairs = tuple(map(tuple, keys))
+    return (name, param, pairs) if _are_keys(pairs) else None
+
+
 def specs_from_json(value: Any) -> tuple[LeafSpec, ...]:
     """The specs of a tree from the list of what `to_json` gave for each, through JSON.
 
@@ -150,7 +180,7 @@ def specs_from_json(value: Any) -> tuple[LeafSpec, ...]:
     """
     if not isinstance(value, list):
         raise Damaged(f"tree record: wanted a list of leaves, found {str(value)[:200]}")
-    specs = tuple(map(LeafSpec.from_json, value))
+    specs = tuple(each_from_json(value))
     for field in ("name", "param"):
         if len({getattr(spec, field) for spec in specs}) != len(specs):
             raise Damaged(f"tree record: two leaves have one {field}")
@@ -209,6 +239,8 @@ def _agree(found: LeafSpec, wanted: LeafSpec) -> bool:
 
 
 _FIELDS = dict.fromkeys(LeafSpec.__dataclass_fields__)
+_OWN = frozenset({"name", "param", "keys"})
+_SHARED = tuple(field for field in _FIELDS if field not in _OWN)
 _DEFAULTS: dict[str, Any] = {
     "inline": None,
     "memory_kind": None,
@@ -261,14 +293,14 @@ def _storage(spec: LeafSpec) -> Sequence[tuple[str | None, tuple[int, ...] | Non
 
 
 def _are_keys(keys: Any) -> bool:
-    return isinstance(keys, tuple) and all(
-        isinstance(key, tuple)
-        and len(key) == 2
-        and isinstance(key[0], str)
-        and type(key[1]) is int
-        and key[1] in (1, 2)
-        for key in keys
-    )
+    if not isinstance(keys, tuple):
+        return False
+    for key in keys:
+        if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+            return False
+        if type(key[1]) is not int or key[1] not in (1, 2):
+            return False
+    return True
 
 
 def _is_shape(shape: Any) -> bool:

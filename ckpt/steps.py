@@ -11,7 +11,7 @@ from ckpt import collector, commit, layout
 from ckpt.errors import Damaged, NotFound, Unsupported
 from ckpt.image import Header
 from ckpt.layout import Part
-from ckpt.leaves import LeafSpec
+from ckpt.leaves import LeafSpec, each_from_json
 from ckpt.lineage import StepId
 from ckpt.publishing import read_marker
 from ckpt.store import Store
@@ -183,20 +183,20 @@ def _open_step(store: Store, step: StepId) -> OpenStep:
         )
     where = f"{store.location}/{needed}"
     tree = layout.unseal(store.read(needed), where)
-    leaves, digests = [], {}
-    for entry in _list(tree, "leaves", where):
-        fields = dict(entry) if isinstance(entry, dict) else {}
-        digest = fields.pop("digest", None)
-        leaf = LeafSpec.from_json(fields)
-        leaves.append(leaf)
-        if digest is not None:
-            digests[leaf.name] = str(digest)
+    entries = [entry if isinstance(entry, dict) else {} for entry in _list(tree, "leaves", where)]
+    plain = ({k: v for k, v in entry.items() if k != "digest"} for entry in entries)
+    leaves = tuple(each_from_json(plain))
+    digests = {
+        leaf.name: str(entry["digest"])
+        for leaf, entry in zip(leaves, entries, strict=True)
+        if entry.get("digest") is not None
+    }
     return OpenStep(
         store,
         prefix,
         manifest,
         tree.get("structure"),
-        tuple(leaves),
+        leaves,
         digests,
         tuple(headers),
         tuple(each for each in damage if each not in fatal),
