@@ -284,7 +284,7 @@ def leaf_digests(headers: Sequence[Header]) -> dict[str, str]:
     order = np.lexsort((*cell.T[::-1], row))
     row, digest = row[order], digest[order]
     ends = np.searchsorted(row, np.arange(len(arrays)), side="right").tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     return {
         spec.param: layout.digest(digest[start:end].tobytes())
         for spec, start, end in zip(arrays, starts, ends, strict=True)
@@ -345,6 +345,8 @@ def publish(store: Store, step: StepId, marker: bytes, line: Lineage, *, owner: 
 
     Raises:
         Superseded: a newer attempt owns the run; whether the step counts is for its lineage to say.
+        StoreFailed: the step vanished, though the attempt that made it owns the run.
+        NotFound: the step of an older attempt vanished.
         AlreadyExists: another step that counts stands there, or one that is damaged.
     """
     states = publishing.of(store)
@@ -352,13 +354,15 @@ def publish(store: Store, step: StepId, marker: bytes, line: Lineage, *, owner: 
     attempts.look(store, owner)
     while True:
         try:
-            states.publish(step, marker)
+            states.publish(step, marker, owner)
             break
         except NotFound as error:
             # Rolled forward or removed by somebody else: the look tells, or it is there already.
             attempts.look(store, owner)
             if _occupant(store, step) != step:
-                raise StoreFailed(f"{place}: vanished while it was being published") from error
+                # For a save this is strange; a roll-forward may have met a slow older attempt.
+                gone = StoreFailed if owner == step.attempt else NotFound
+                raise gone(f"{place}: vanished while it was being published") from error
             break
         except AlreadyExists:
             occupant = _occupant(store, step)
@@ -443,11 +447,13 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
 
 
 def _remove(store: Store, remain: Remain, owner: int) -> None:
+    """Condemn, look, remove: a newer attempt may have plans with what this one listed."""
     states = publishing.of(store)
     try:
         states.take_over(remain, owner)
     except NotFound:
         return
+    attempts.look(store, owner)
     states.remove(remain.branch, remain.step, owner)
 
 

@@ -244,12 +244,13 @@ class Marker:
 
 
 @dataclass(frozen=True)
-class Condemned:
-    """What stands in the place of a marker while a step is removed, where there is no rename."""
+class Unpublished:
+    """What stands in the place of a marker, where there is no rename, before a step is committed
+    and while it is removed."""
 
     id: StepId
-    by: int
-    """The attempt that removes the step."""
+    condemned_by: int | None
+    """The attempt that removes the step; None: it is prepared, and will be published."""
     manifest: str | None
     """That of the marker it took the place of; None: the step was not committed."""
 
@@ -260,21 +261,23 @@ class Condemned:
                 "step": self.id.step,
                 "branch": self.id.branch,
                 "attempt": self.id.attempt,
-                "condemned_by": self.by,
+                "condemned_by": self.condemned_by,
                 "manifest": self.manifest,
+                "published": False,
             }
         )
 
 
-def parse_marker(data: bytes, where: str) -> Marker | Condemned:
+def parse_marker(data: bytes, where: str) -> Marker | Unpublished:
     """What stands in the place of a marker. Raises Damaged, Unsupported."""
     doc = unseal(data, where)
-    if "condemned_by" not in doc:
+    if "published" not in doc:
         return Marker.parse(data, where)
-    return Condemned(
+    by, manifest = doc.get("condemned_by"), doc.get("manifest")
+    return Unpublished(
         StepId(*(natural(doc, name, where) for name in ("step", "branch", "attempt"))),
-        natural(doc, "condemned_by", where),
-        None if doc.get("manifest") is None else hex_digest(doc, "manifest", where),
+        None if by is None else natural(doc, "condemned_by", where),
+        None if manifest is None else hex_digest(doc, "manifest", where),
     )
 
 

@@ -7,13 +7,15 @@ changes a state; here is how a state is held, so that of all who want to change 
 ======================= =============================== ========================================
 state                   a store that renames            a store that swaps
 ======================= =============================== ========================================
-in the making by n      directory `<step>...-tmp-a<n>`  directory `<step>`, no marker
-committed               directory `<step>`              the marker is a marker
-condemned by n          `<step>...-tmp-a<n>-deleted`    in its place stands `Condemned`, by n
+in the making by n      directory `<step>...-tmp-a<n>`  directory `<step>`, no marker; when all else
+                                                        is durable, `Unpublished` in its place
+committed               directory `<step>`              the marker
+condemned by n          `<step>...-tmp-a<n>-deleted`    `Unpublished`, condemned by n, in its place
 ======================= =============================== ========================================
 
 Without rename a step is made where it will stay. So each attempt there has a branch of its own, and
-the branch number is the number of the attempt that makes its steps.
+the branch number is the number of the attempt that makes its steps. What stands in the place of the
+marker is only ever replaced by swaps: whoever was paused for long finds that it has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import final
 
 from ckpt import layout
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound
-from ckpt.layout import Condemned, Marker
+from ckpt.layout import Marker, Unpublished
 from ckpt.lineage import Remain, StepId
 from ckpt.store import Store, SwappingStore
 
@@ -55,8 +57,11 @@ class Publishing(abc.ABC):
         """All files but the marker are durable; what can be done ahead of publishing is done."""
 
     @abc.abstractmethod
-    def publish(self, step: StepId, marker: bytes) -> None:
-        """In the making -> committed. Raises AlreadyExists when something stands there."""
+    def publish(self, step: StepId, marker: bytes, owner: int) -> None:
+        """In the making -> committed, by `owner`, who has seen it in the making.
+
+        Raises AlreadyExists when something else stands there.
+        """
 
     @abc.abstractmethod
     def set_aside(self, step: StepId, owner: int) -> None:
@@ -109,7 +114,7 @@ class ByRename(Publishing):
     def complete(self, step: StepId, marker: bytes) -> None:
         self._store.put(f"{self.making(step)}/{layout.MARKER}", marker)
 
-    def publish(self, step: StepId, marker: bytes) -> None:
+    def publish(self, step: StepId, marker: bytes, owner: int) -> None:
         self._store.move(self.making(step), layout.step_name(step.branch, step.step))
 
     def set_aside(self, step: StepId, owner: int) -> None:
@@ -184,10 +189,21 @@ class BySwap(Publishing):
         return layout.step_name(step.branch, step.step)
 
     def complete(self, step: StepId, marker: bytes) -> None:
-        """Nothing: the marker itself publishes."""
+        with contextlib.suppress(AlreadyExists):
+            prepared = Unpublished(step, None, None).emit()
+            self._store.put_if_absent(_marker_key(step.branch, step.step), prepared)
 
-    def publish(self, step: StepId, marker: bytes) -> None:
-        self._store.put_if_absent(_marker_key(step.branch, step.step), marker)
+    def publish(self, step: StepId, marker: bytes, owner: int) -> None:
+        found, old = self._standing(step.branch, step.step)
+        # Condemned as unfinished by an attempt before `owner`, which has seen it after its claim:
+        # whoever did that looks before it removes anything, and will find the claim.
+        if (
+            isinstance(found, Marker)
+            or found.manifest is not None
+            or (found.condemned_by is not None and found.condemned_by >= owner)
+        ):
+            raise AlreadyExists(f"{self._where(step.branch, step.step)}: {_told(found)}")
+        self._store.swap(_marker_key(step.branch, step.step), old, marker)
 
     def set_aside(self, step: StepId, owner: int) -> None:
         place = layout.step_name(step.branch, step.step)
@@ -199,31 +215,35 @@ class BySwap(Publishing):
     def condemn(self, step: StepId, owner: int) -> None:
         found, old = self._standing(step.branch, step.step)
         if not isinstance(found, Marker) or found.id != step:
-            raise NotFound(f"{self._store.location}: {step} is no longer committed")
-        new = Condemned(step, owner, found.manifest).emit()
+            raise NotFound(f"{self._where(step.branch, step.step)}: {_told(found)}")
+        new = Unpublished(step, owner, found.manifest).emit()
         self._store.swap(_marker_key(step.branch, step.step), old, new)
 
     def put_back(self, step: StepId, by: int) -> None:
         with contextlib.suppress(NotFound):
             found, old = self._standing(step.branch, step.step)
-            if isinstance(found, Condemned) and found.by == by and found.manifest is not None:
+            condemned = isinstance(found, Unpublished) and found.condemned_by == by
+            if condemned and found.manifest is not None:
                 marker = Marker(found.id, found.manifest).emit()
                 self._store.swap(_marker_key(step.branch, step.step), old, marker)
 
     def take_over(self, remain: Remain, owner: int) -> None:
         key = _marker_key(remain.branch, remain.step)
-        if remain.state == "making":
+        by = None if remain.state == "making" else remain.attempt
+        try:
+            found, old = self._standing(remain.branch, remain.step)
+        except NotFound:
             step = StepId(remain.step, remain.branch, remain.attempt)
+            if by is not None:
+                raise
             try:
-                # From here on nobody can publish it, not even a writer that was paused for long.
-                self._store.put_if_absent(key, Condemned(step, owner, None).emit())
+                self._store.put_if_absent(key, Unpublished(step, owner, None).emit())
             except AlreadyExists as error:
                 raise NotFound(f"{self._store.location}: {step} is in other hands") from error
             return
-        found, old = self._standing(remain.branch, remain.step)
-        if not isinstance(found, Condemned) or found.by != remain.attempt:
-            raise NotFound(f"{self._store.location}/{remain.name}: is in other hands")
-        self._store.swap(key, old, Condemned(found.id, owner, found.manifest).emit())
+        if isinstance(found, Marker) or found.condemned_by != by:
+            raise NotFound(f"{self._where(remain.branch, remain.step)}: {_told(found)}")
+        self._store.swap(key, old, Unpublished(found.id, owner, found.manifest).emit())
 
     def remove(self, branch: int, step: int, owner: int) -> None:
         # Its state is known until nothing else of it is left.
@@ -238,17 +258,19 @@ class BySwap(Publishing):
         except Damaged:
             return True
 
-    def _standing(self, branch: int, step: int) -> tuple[Marker | Condemned, bytes]:
-        key = _marker_key(branch, step)
-        data = self._store.read(key)
-        return _checked(data, branch, step, f"{self._store.location}/{key}"), data
+    def _standing(self, branch: int, step: int) -> tuple[Marker | Unpublished, bytes]:
+        data = self._store.read(_marker_key(branch, step))
+        return _checked(data, branch, step, self._where(branch, step)), data
+
+    def _where(self, branch: int, step: int) -> str:
+        return f"{self._store.location}/{_marker_key(branch, step)}"
 
     def list_branch(self, branch: int) -> Branch:
         names = [e.name for e in self._store.list(layout.branch_name(branch)) if e.is_dir]
         numbers = [n for n in map(layout.parse_step_name, names) if n is not None]
-        keys = [_marker_key(branch, number) for number in numbers]
+        markers = self._store.read_many([_marker_key(branch, number) for number in numbers])
         steps, damaged, remains = [], [], []
-        for number, key, data in zip(numbers, keys, self._store.read_many(keys), strict=True):
+        for number, data in zip(numbers, markers, strict=True):
             name = layout.step_name(branch, number)
             try:
                 if isinstance(data, NotFound):
@@ -256,14 +278,16 @@ class BySwap(Publishing):
                     continue
                 if isinstance(data, Damaged):
                     raise data
-                found = _checked(data, branch, number, f"{self._store.location}/{key}")
+                found = _checked(data, branch, number, self._where(branch, number))
             except Damaged as error:
                 damaged.append((name, str(error)))
                 continue
             if isinstance(found, Marker):
                 steps.append(found.id)
+            elif found.condemned_by is None:
+                remains.append(Remain(branch, number, found.id.attempt, "making", name))
             else:
-                remains.append(Remain(branch, number, found.by, "deleted", name))
+                remains.append(Remain(branch, number, found.condemned_by, "deleted", name))
         return Branch(tuple(steps), tuple(damaged), tuple(remains))
 
     def _unfinished(self, branch: int, step: int) -> Remain:
@@ -289,12 +313,12 @@ def read_marker(store: Store, branch: int, step: int) -> Marker:
     key = _marker_key(branch, step)
     where = f"{store.location}/{key}"
     marker = _checked(store.read(key), branch, step, where)
-    if isinstance(marker, Condemned):
-        raise NotFound(f"{where}: attempt {marker.by} is removing {marker.id}")
+    if isinstance(marker, Unpublished):
+        raise NotFound(f"{where}: {_told(marker)}")
     return marker
 
 
-def _checked(data: bytes, branch: int, step: int, where: str) -> Marker | Condemned:
+def _checked(data: bytes, branch: int, step: int, where: str) -> Marker | Unpublished:
     found = layout.parse_marker(data, where)
     if (found.id.branch, found.id.step) != (branch, step):
         raise Damaged(
@@ -302,6 +326,14 @@ def _checked(data: bytes, branch: int, step: int, where: str) -> Marker | Condem
             "the directory was renamed or its files were mixed up"
         )
     return found
+
+
+def _told(found: Marker | Unpublished) -> str:
+    if isinstance(found, Marker):
+        return f"{found.id} is committed"
+    if found.condemned_by is None:
+        return f"{found.id} is not published yet"
+    return f"attempt {found.condemned_by} is removing {found.id}"
 
 
 def _marker_key(branch: int, step: int) -> str:

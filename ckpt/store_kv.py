@@ -161,7 +161,7 @@ class KvStore(SwappingStore):
 
     def swap(self, key: str, old: bytes, new: bytes) -> None:
         found = self._read(_checked(key))
-        if found.value != old or not self._put_if(key, new, found.stamp.generation):
+        if found.value != old or not self._put_if(key, new, found.stamp.generation, settled=True):
             raise NotFound(f"{self.location}/{key}: it has changed meanwhile; left as it is")
 
     def read(self, key: str) -> bytes:
@@ -280,9 +280,13 @@ class KvStore(SwappingStore):
         self._repeat(key, act)
         self._bucket_is_there = True
 
-    def _put_if(self, key: str, data: bytes, generation: bytes) -> bool:
-        """Put if the object is of that generation. False: it is not, and does not hold `data`
-        by a request of ours whose answer was lost."""
+    def _put_if(self, key: str, data: bytes, generation: bytes, *, settled: bool = False) -> bool:
+        """Put if the object is of that generation. False: it was not, and was not by our doing.
+
+        After a refusal the object is read: if it holds `data`, an earlier request of ours may have
+        been carried out. It is taken for ours if there was one, or if nobody else would have
+        written the same bytes (`settled`).
+        """
 
         def act(tries: int) -> bool:
             answer = self._answer(self._kv.write(key, data, if_equal=generation), len(data))
@@ -294,7 +298,7 @@ class KvStore(SwappingStore):
                 if generation != _ABSENT:
                     return False
                 raise ValueError("UNAVAILABLE: a put if absent was refused, and nothing is there")
-            return tries > 0 and found.value == data
+            return (tries > 0 or settled) and found.value == data
 
         done = self._repeat(key, act)
         self._bucket_is_there = True

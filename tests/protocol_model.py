@@ -3,7 +3,8 @@
 Worlds and actors are immutable values; `step` gives the one successor of an actor's next store
 operation. What is *decided* is decided by the product's functions in `ckpt.lineage` and
 `ckpt.retention`, called through their modules so that a test can plant a bug in them.
-The home store (number 0) holds the attempt records; every store holds steps.
+The home store (number 0) holds the attempt records; every store holds steps. There are stores that
+rename (`Tier`) and stores that swap markers (`SwapTier`), as in `ckpt.publishing`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from protocol_stores import IMAGE, PART, SwapTier, Tier
+
 from ckpt import lineage, retention
 from ckpt.errors import CheckpointError
-from ckpt.lineage import Decision, Publish, Remain, StepId
+from ckpt.lineage import Decision, Publish, StepId
 from ckpt.retention import Keep
 
 
@@ -35,32 +38,10 @@ class Record(NamedTuple):
         return Decision(self.attempt, self.kind, self.parent, self.branch, "", skips)
 
 
-class Tier(NamedTuple):
-    """One store. A step under a final name: (branch, step, attempt, progress)."""
-
-    final: frozenset[tuple[int, int, int, int]] = frozenset()
-    making: frozenset[tuple[int, int, int, int]] = frozenset()
-    trash: frozenset[tuple[int, int, int, int, int, str]] = frozenset()
-    """(branch, step, attempt of the step, progress, attempt that moved it, state)"""
-
-    def steps(self) -> list[StepId]:
-        return [StepId(s, b, a) for b, s, a, _ in self.final]
-
-    def remains(self) -> list[Remain]:
-        made = [Remain(b, s, a, "making", f"{b}/{s}-{a}", p == 2) for b, s, a, p in self.making]
-        moved = [
-            Remain(b, s, by, state, f"{b}/{s}-{by}-{state}") for b, s, _, _, by, state in self.trash
-        ]
-        return made + moved
-
-    def occupant(self, branch: int, step: int) -> tuple[int, int, int, int] | None:
-        return next((f for f in self.final if f[:2] == (branch, step)), None)
-
-
 class World(NamedTuple):
     claims: frozenset[int]
     records: frozenset[Record]
-    tiers: tuple[Tier, ...]
+    tiers: tuple[Tier | SwapTier, ...]
     acked: frozenset[tuple[int, StepId]] = frozenset()
     condemned: frozenset[tuple[int, StepId]] = frozenset()
     """What retention gave up on purpose, and was not put back."""
@@ -74,7 +55,7 @@ class World(NamedTuple):
         decisions = self.decisions()
         return lineage.lineage(decisions, lineage.head(decisions))
 
-    def tier(self, number: int, tier: Tier) -> World:
+    def tier(self, number: int, tier: Tier | SwapTier) -> World:
         new = frozenset((number, step) for step in tier.steps())
         return self._replace(
             tiers=(*self.tiers[:number], tier, *self.tiers[number + 1 :]),
@@ -108,6 +89,7 @@ class Actor:
     branch: int = 0
     step: int = 0
     saved: int = 0
+    wrote: int = 0
     tier: int = 0
     doomed: tuple[StepId, ...] = ()
     outcome: str = ""
@@ -159,45 +141,60 @@ def _roll_forward(world: World, actor: Actor) -> tuple[World, Actor]:
     (number, action), rest = actor.actions[0], actor.actions[1:]
     remain, tier = action.remain, world.tiers[number]
     if isinstance(action, Publish):
-        made = _making(tier, remain)
-        if made is not None:
-            if not lineage.owns(actor.number, world.claims):
-                return world, _end(actor, "superseded")
-            there = tier.occupant(remain.branch, remain.step)
-            if there is not None:
-                occupant = StepId(there[1], there[0], there[2])
-                assert actor.heard is not None
-                if not lineage.may_be_remade(actor.heard.line(), actor.number, occupant):
-                    raise Violation(f"attempt {actor.number} cannot roll forward: {occupant}")
-                moved = (*there, actor.number, "aside")
-                tier = tier._replace(final=tier.final - {there}, trash=tier.trash | {moved})
-                return world.tier(number, tier), actor
-            tier = tier._replace(making=tier.making - {made}, final=tier.final | {made})
-        return world.tier(number, tier), replace(actor, actions=rest)
-    # Removing: first out of the way under a name of this attempt, then gone.
-    if remain.state == "making":
-        made = _making(tier, remain)
-        if made is not None:
-            moved = (*made, actor.number, "deleted")
-            tier = tier._replace(making=tier.making - {made}, trash=tier.trash | {moved})
-    else:
-        old = _trashed(tier, remain)
-        if old is not None:
-            moved = (*old[:4], actor.number, "deleted")
-            tier = tier._replace(trash=tier.trash - {old} | {moved})
-    return world.tier(number, tier), replace(actor, at="remove remain")
+        step = StepId(remain.step, remain.branch, remain.attempt)
+        if step not in tier.unpublished():
+            return world, replace(actor, actions=rest)
+        at = "prepare remain" if tier.own_branch else "look before publishing remain"
+        return world, replace(actor, at=at)
+    taken = tier.take_over(remain, actor.number)
+    if taken is None:
+        return world, replace(actor, actions=rest)
+    return world.tier(number, taken), replace(actor, at="look before removing remain")
+
+
+def _prepare_remain(world: World, actor: Actor) -> tuple[World, Actor]:
+    number, action = actor.actions[0]
+    step = StepId(action.remain.step, action.remain.branch, action.remain.attempt)
+    world = world.tier(number, world.tiers[number].prepare(step))
+    return world, replace(actor, at="look before publishing remain")
+
+
+def _look_before_publishing_remain(world: World, actor: Actor) -> tuple[World, Actor]:
+    if not lineage.owns(actor.number, world.claims):
+        return world, _end(actor, "superseded")
+    return world, replace(actor, at="publish remain")
+
+
+def _publish_remain(world: World, actor: Actor) -> tuple[World, Actor]:
+    (number, action), rest = actor.actions[0], actor.actions[1:]
+    remain, tier = action.remain, world.tiers[number]
+    step = StepId(remain.step, remain.branch, remain.attempt)
+    if tier.taken(step):
+        occupant = tier.occupant(step)
+        assert actor.heard is not None
+        if not lineage.may_be_remade(actor.heard.line(), actor.number, occupant):
+            raise Violation(f"attempt {actor.number} cannot roll forward: {occupant}")
+        assert isinstance(tier, Tier)
+        return world.tier(number, tier.set_aside(step, actor.number)), actor
+    after = tier.publish(step, actor.number)
+    if after is not None:
+        world = world.tier(number, after)
+    return world, replace(actor, actions=rest, at="roll forward")
+
+
+def _look_before_removing_remain(world: World, actor: Actor) -> tuple[World, Actor]:
+    if not lineage.owns(actor.number, world.claims):
+        return world, _end(actor, "superseded")
+    return world, replace(actor, at="remove remain")
 
 
 def _remove_remain(world: World, actor: Actor) -> tuple[World, Actor]:
     (number, action), rest = actor.actions[0], actor.actions[1:]
-    tier = world.tiers[number]
-    gone = {
-        t
-        for t in tier.trash
-        if t[:2] == (action.remain.branch, action.remain.step) and t[4] == actor.number
-    }
-    tier = tier._replace(trash=tier.trash - gone)
-    return world.tier(number, tier), replace(actor, actions=rest, at="roll forward")
+    remain = action.remain
+    tier, all_gone = world.tiers[number].remove(remain.branch, remain.step, actor.number)
+    if all_gone:
+        actor = replace(actor, actions=rest, at="roll forward")
+    return world.tier(number, tier), actor
 
 
 def _list_again(world: World, actor: Actor) -> tuple[World, Actor]:
@@ -222,10 +219,9 @@ def _read(world: World, actor: Actor) -> tuple[World, Actor]:
             if (remain.branch, remain.step) == (chosen.branch, chosen.step) and (
                 lineage.may_put_back(actor.number, actor.seen, remain)
             ):
-                old = _trashed(tier, remain)
-                assert old is not None
-                tier = tier._replace(trash=tier.trash - {old}, final=tier.final | {old[:4]})
-                return world.tier(number, tier), actor
+                after = tier.put_back(chosen, remain.attempt)
+                assert after is not None
+                return world.tier(number, after), actor
     if not lineage.owns(actor.number, world.claims):
         return world, _end(actor, "superseded")
     raise Violation(f"M4: attempt {actor.number} saw {chosen} after its claim, and it is gone")
@@ -239,7 +235,13 @@ def _decide(world: World, actor: Actor) -> tuple[World, Actor]:
     kind = script.kind if actor.chosen is not None else "start"
     skips = {"data": [script.skip]} if script.skip else {}
     decision = lineage.decide(
-        actor.number, kind, parent=actor.chosen, newest=newest, current=current, skips=skips
+        actor.number,
+        kind,
+        parent=actor.chosen,
+        newest=newest,
+        current=current,
+        own_branch=world.tiers[0].own_branch,
+        skips=skips,
     )
     if current is not None and not _covers(decision.skips, current.skips):
         raise Violation(f"attempt {actor.number} forgot skips of attempt {current.attempt}")
@@ -263,13 +265,20 @@ def _write(world: World, actor: Actor) -> tuple[World, Actor]:
     """Image first, then part; both in the directory that this attempt makes."""
     if actor.saved == actor.script.saves:
         return world, _end(actor, "finished")
-    tier = world.tiers[actor.tier]
-    mine = [m for m in tier.making if m[:3] == (actor.branch, actor.step, actor.number)]
-    progress = mine[0][3] if mine else 0
-    made = (actor.branch, actor.step, actor.number, progress + 1)
-    tier = tier._replace(making=tier.making - set(mine) | {made})
-    at = "look" if progress + 1 == 2 else "write"
-    return world.tier(actor.tier, tier), replace(actor, at=at)
+    file = PART if actor.wrote else IMAGE
+    tier = world.tiers[actor.tier].write(_own(actor), file)
+    at = "prepare" if tier.own_branch else "look"
+    after = replace(actor, wrote=0, at=at) if actor.wrote else replace(actor, wrote=1)
+    return world.tier(actor.tier, tier), after
+
+
+def _prepare(world: World, actor: Actor) -> tuple[World, Actor]:
+    tier = world.tiers[actor.tier].prepare(_own(actor))
+    return world.tier(actor.tier, tier), replace(actor, at="look")
+
+
+def _own(actor: Actor) -> StepId:
+    return StepId(actor.step, actor.branch, actor.number)
 
 
 def _look(world: World, actor: Actor) -> tuple[World, Actor]:
@@ -279,25 +288,24 @@ def _look(world: World, actor: Actor) -> tuple[World, Actor]:
 
 
 def _publish(world: World, actor: Actor) -> tuple[World, Actor]:
-    tier = world.tiers[actor.tier]
-    made = next((m for m in tier.making if m[:3] == (actor.branch, actor.step, actor.number)), None)
-    if made is None:
-        # Somebody rolled it forward or removed it: the look afterwards tells.
-        return world, replace(actor, at="look again")
-    there = tier.occupant(actor.branch, actor.step)
-    if there is None:
-        tier = tier._replace(making=tier.making - {made}, final=tier.final | {made})
-        return world.tier(actor.tier, tier), replace(actor, at="look again")
-    occupant = StepId(there[1], there[0], there[2])
-    if occupant.attempt == actor.number:
-        return world, replace(actor, at="look again")
-    if not lineage.may_be_remade(world.line(), actor.number, occupant):
-        if lineage.owns(actor.number, world.claims):
-            raise Violation(f"attempt {actor.number} owns the run and cannot publish: {occupant}")
-        return world, _end(actor, "superseded")
-    moved = (*there, actor.number, "aside")
-    tier = tier._replace(final=tier.final - {there}, trash=tier.trash | {moved})
-    return world.tier(actor.tier, tier), actor
+    tier, step = world.tiers[actor.tier], _own(actor)
+    if tier.taken(step):
+        occupant = tier.occupant(step)
+        if occupant == step:
+            return world, replace(actor, at="look again")
+        if not lineage.may_be_remade(world.line(), actor.number, occupant):
+            if lineage.owns(actor.number, world.claims):
+                raise Violation(
+                    f"attempt {actor.number} owns the run and cannot publish: {occupant}"
+                )
+            return world, _end(actor, "superseded")
+        assert isinstance(tier, Tier)
+        return world.tier(actor.tier, tier.set_aside(step, actor.number)), actor
+    after = tier.publish(step, actor.number)
+    if after is not None:
+        world = world.tier(actor.tier, after)
+    # None: somebody rolled it forward or removed it: the look afterwards tells.
+    return world, replace(actor, at="look again")
 
 
 def _look_again(world: World, actor: Actor) -> tuple[World, Actor]:
@@ -322,12 +330,10 @@ def _next_doomed(actor: Actor, doomed: tuple[StepId, ...]) -> Actor:
 
 
 def _condemn(world: World, actor: Actor) -> tuple[World, Actor]:
-    step, tier = actor.doomed[0], world.tiers[actor.tier]
-    there = next((f for f in tier.final if StepId(f[1], f[0], f[2]) == step), None)
-    if there is None:
+    step = actor.doomed[0]
+    tier = world.tiers[actor.tier].condemn(step, actor.number)
+    if tier is None:
         return world, _next_doomed(actor, actor.doomed[1:])
-    moved = (*there, actor.number, "deleted")
-    tier = tier._replace(final=tier.final - {there}, trash=tier.trash | {moved})
     world = world._replace(condemned=world.condemned | {(actor.tier, step)})
     return world.tier(actor.tier, tier), replace(actor, at="look before removing")
 
@@ -338,31 +344,20 @@ def _look_before_removing(world: World, actor: Actor) -> tuple[World, Actor]:
     return world, replace(actor, at="put back")
 
 
-def _condemned_entry(world: World, actor: Actor) -> tuple | None:
-    step = actor.doomed[0]
-    return next(
-        (
-            t
-            for t in world.tiers[actor.tier].trash
-            if StepId(t[1], t[0], t[2]) == step and t[4:] == (actor.number, "deleted")
-        ),
-        None,
-    )
-
-
 def _put_back(world: World, actor: Actor) -> tuple[World, Actor]:
-    old, tier = _condemned_entry(world, actor), world.tiers[actor.tier]
-    if old is not None and tier.occupant(old[0], old[1]) is None:
-        tier = tier._replace(trash=tier.trash - {old}, final=tier.final | {old[:4]})
+    tier = world.tiers[actor.tier].put_back(actor.doomed[0], actor.number)
+    if tier is not None:
         world = world._replace(condemned=world.condemned - {(actor.tier, actor.doomed[0])})
-    return world.tier(actor.tier, tier), _end(actor, "superseded")
+        world = world.tier(actor.tier, tier)
+    return world, _end(actor, "superseded")
 
 
 def _remove(world: World, actor: Actor) -> tuple[World, Actor]:
-    old, tier = _condemned_entry(world, actor), world.tiers[actor.tier]
-    if old is not None:
-        world = world.tier(actor.tier, tier._replace(trash=tier.trash - {old}))
-    return world, _next_doomed(actor, actor.doomed[1:])
+    step = actor.doomed[0]
+    tier, all_gone = world.tiers[actor.tier].remove(step.branch, step.step, actor.number)
+    if all_gone:
+        actor = _next_doomed(actor, actor.doomed[1:])
+    return world.tier(actor.tier, tier), actor
 
 
 def _next(world: World, actor: Actor) -> tuple[World, Actor]:
@@ -372,27 +367,22 @@ def _next(world: World, actor: Actor) -> tuple[World, Actor]:
     return world, replace(actor, tier=0, step=actor.step + 1, saved=actor.saved + 1, at="write")
 
 
-def _making(tier: Tier, remain: Remain) -> tuple | None:
-    key = (remain.branch, remain.step, remain.attempt)
-    return next((m for m in tier.making if m[:3] == key), None)
-
-
-def _trashed(tier: Tier, remain: Remain) -> tuple | None:
-    key = (remain.branch, remain.step, remain.attempt, remain.state)
-    return next((t for t in tier.trash if (t[0], t[1], t[4], t[5]) == key), None)
-
-
 _OPERATIONS = {
     "list claims": _list_claims,
     "claim": _claim,
     "list records": _list_records,
     "list steps": _list_steps,
     "roll forward": _roll_forward,
+    "prepare remain": _prepare_remain,
+    "look before publishing remain": _look_before_publishing_remain,
+    "publish remain": _publish_remain,
+    "look before removing remain": _look_before_removing_remain,
     "remove remain": _remove_remain,
     "list again": _list_again,
     "read": _read,
     "decide": _decide,
     "write": _write,
+    "prepare": _prepare,
     "look": _look,
     "publish": _publish,
     "look again": _look_again,
@@ -450,9 +440,8 @@ def check(world: World) -> None:
     line = world.line()
     records = {r.attempt: r for r in world.records}
     for number, tier in enumerate(world.tiers):
-        for branch, step, attempt, progress in tier.final:
-            if progress != 2:
-                raise Violation(f"M1: {StepId(step, branch, attempt)} is final and incomplete")
+        for step in tier.torn():
+            raise Violation(f"M1: {step} is committed and incomplete")
         counting = lineage.counting(line, tier.steps())
         if len({s.step for s in counting}) != len(counting):
             raise Violation(f"M8: two versions of a step count: {counting}")
@@ -461,7 +450,7 @@ def check(world: World) -> None:
                 continue
             if not _went_back(records, step) and not lineage.counts(line, step):
                 raise Violation(f"M3: {step} was acknowledged and does not count: {line}")
-            if step not in tier.steps() and not _in_limbo(tier, step):
+            if step not in tier.steps() and not tier.in_limbo(step):
                 raise Violation(f"M2: {step} was acknowledged and is gone from tier {number}")
     _check_fork_point(world, line)
 
@@ -488,26 +477,14 @@ def _check_fork_point(world: World, line: lineage.Lineage) -> None:
         own = [s for n, s in world.published if n == number and s.branch == head.branch]
         if len(lineage.counting(line, own)) >= 2:
             return
-    if not any(parent in tier.steps() or _in_limbo(tier, parent) for tier in world.tiers):
+    if not any(parent in tier.steps() or tier.in_limbo(parent) for tier in world.tiers):
         raise Violation(f"M4: the fork point {parent} of branch {head.branch} is gone")
-
-
-def _in_limbo(tier: Tier, step: StepId) -> bool:
-    """Condemned, and not yet removed or put back."""
-    return any(
-        StepId(t[1], t[0], t[2]) == step and t[3] == 2 and t[5] == "deleted" for t in tier.trash
-    )
 
 
 def audit(world: World) -> None:
     """Everybody dies now. The next attempt must find the newest step, and leave order behind."""
     line = world.line()
-    whole = [
-        StepId(s, b, a)
-        for tier in world.tiers
-        for b, s, a, progress in tier.making
-        if progress == 2
-    ]
+    whole = [step for tier in world.tiers for step in tier.unpublished()]
     before = set(lineage.counting(line, whole))
     before |= {s for tier in world.tiers for s in lineage.counting(line, tier.steps())}
     after, actor = play(world, Script("resume", saves=1))
@@ -524,5 +501,5 @@ def audit(world: World) -> None:
     check(after)
 
 
-def empty(tiers: int) -> World:
-    return World(frozenset(), frozenset(), (Tier(),) * tiers)
+def empty(tiers: int, *, renames: bool = True) -> World:
+    return World(frozenset(), frozenset(), (Tier() if renames else SwapTier(),) * tiers)

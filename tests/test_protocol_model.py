@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from protocol_model import Script, Violation, empty, explore, play
+from protocol_stores import WHOLE, SwapTier, Tier
 
 from ckpt import lineage, retention
 from ckpt.errors import CheckpointError
@@ -58,16 +61,22 @@ SCENARIOS = {
 LONG = {"three attempts": (1, [], [Script(saves=1), Script(saves=1), Script(saves=1)])}
 
 
-def run(name: str) -> int:
+def run(name: str, *, renames: bool = True) -> int:
     tiers, before, racing = (SCENARIOS | LONG)[name]
-    world = empty(tiers)
+    world = empty(tiers, renames=renames)
     for script in before:
         world, _ = play(world, script)
     if name == "something in the way":
         # Attempt 0 stands for one that nobody's chain holds, seen late on a store that lists late.
-        late = world.tiers[0]._replace(final=world.tiers[0].final | {(1, 1, 0, 2)})
-        world = world.tier(0, late)
+        home = world.tiers[0]
+        assert isinstance(home, Tier)
+        world = world.tier(0, home._replace(final=home.final | {(1, 1, 0, WHOLE)}))
     return explore(world, racing)
+
+
+def by_swap(scenarios: dict[str, Any]) -> list[str]:
+    """Without rename nothing can be in the way: nobody shares a branch."""
+    return [name for name in scenarios if name != "something in the way"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -77,10 +86,18 @@ def test_every_interleaving(name: str) -> None:
     assert states > 500
 
 
+@pytest.mark.parametrize("name", by_swap(SCENARIOS))
+def test_every_interleaving_without_rename(name: str) -> None:
+    states = run(name, renames=False)
+    print(f"{name}: {states} states")
+    assert states > 500
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("name", LONG)
-def test_every_interleaving_of_more(name: str) -> None:
-    states = run(name)
+def test_every_interleaving_of_more(name: str, renames: bool) -> None:
+    states = run(name, renames=renames)
     print(f"{name}: {states} states")
     assert states > 100_000
 
@@ -179,3 +196,43 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             break
     print(f"{bug}: {found}")
     assert found, f"{bug}: no scenario noticed"
+
+
+def _blind(**state: Any) -> Any:
+    return lambda tier, step, by: tier._with(tier._at(step.branch, step.step)._replace(**state))
+
+
+SWAP_BUGS = {
+    "publish: also where nothing was prepared": (
+        "keep one",
+        "publish",
+        lambda tier, step, owner: (
+            None
+            if tier._at(step.branch, step.step).state in ("committed", "condemned")
+            else _blind(state="committed")(tier, step, owner)
+        ),
+    ),
+    "publish: whatever stands there": ("keep one", "publish", _blind(state="committed")),
+    "put_back: whatever stands there": ("keep one", "put_back", _blind(state="committed", by=0)),
+    "condemn: whatever stands there": (
+        "rewind under a live writer",
+        "condemn",
+        lambda tier, step, owner: _blind(state="condemned", by=owner)(tier, step, owner),
+    ),
+    "take_over: whoever has it": (
+        "keep one",
+        "take_over",
+        lambda tier, remain, owner: tier._with(
+            tier._at(remain.branch, remain.step)._replace(state="condemned", by=owner)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", SWAP_BUGS)
+def test_a_bug_in_a_swap_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, name, wrong = SWAP_BUGS[bug]
+    monkeypatch.setattr(SwapTier, name, wrong)
+    with pytest.raises((Violation, CheckpointError)) as found:
+        run(scenario, renames=False)
+    print(f"{bug}: {found.value}")
