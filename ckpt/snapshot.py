@@ -183,6 +183,14 @@ def _share(value: np.ndarray | jax.Array, param: str) -> _Share:
         shard_shape = value.sharding.shard_shape(shape)
     except ValueError as error:
         raise Unsupported(f"{param}: an uneven sharding of {shape} cannot be saved") from error
+    if not value.addressable_shards:
+        owners = {device.process_index for device in value.sharding.device_set}
+        if len(owners) == 1:
+            # There it looks like an array that each process has for itself, which process 0 writes.
+            raise Unsupported(
+                f"{param}: lies on devices of process {owners.pop()} only, of which this process "
+                "has none; replicate it, or spread it over the devices of several processes"
+            )
     everywhere = value.is_fully_addressable and jax.process_count() > 1
     picks, starts = [], []
     for i, shard in enumerate(value.addressable_shards):

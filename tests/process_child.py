@@ -7,6 +7,7 @@ process there is no coordination service, and the devices are the same eight in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from memory_source import Columns
 
 import ckpt
-from ckpt import attempts, commit, layout
+from ckpt import attempts, commit, layout, start
 from ckpt.processes import Distributed, of_run
 from ckpt.store import FileStore
 from datapipe import Pipeline
@@ -100,7 +102,9 @@ def state(step: int, *, turned: bool = False) -> dict[str, Any]:
 
 
 def spread(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda index: value[index], dtype=value.dtype
+    )
 
 
 def like(*, turned: bool = False) -> dict[str, Any]:
@@ -143,8 +147,8 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 # --- the data -------------------------------------------------------------------------------------
 
 
-def pipeline() -> Pipeline:
-    return Pipeline(Columns(200), batch_size=16, seed=5, epochs=4).map(_numbers, version="1")
+def pipeline(seed: int = 5) -> Pipeline:
+    return Pipeline(Columns(200), batch_size=16, seed=seed, epochs=20).map(_numbers, version="1")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +230,11 @@ def save_and_resume(stage: Stage) -> dict[str, Any]:
             m.save(step, state(step), data=data, metrics={"loss": step}, extra={"at": step})
         m.wait_until_finished()
         position = data.get_state()
-    return {"fresh": fresh, "seen": seen, "position": position, **resume(stage, turned=True)}
+        stage.meet()
+        said = [len(m._processes.below(f"a1/s{step}")) for step in range(1, 4)]
+        stage.meet()
+    found = {"fresh": fresh, "seen": seen, "position": position, "said": said}
+    return {**found, **resume(stage, turned=True)}
 
 
 def resume(stage: Stage, *, turned: bool = False) -> dict[str, Any]:
@@ -298,12 +306,11 @@ def rewind(stage: Stage) -> dict[str, Any]:
 def damaged_for_one(stage: Stage) -> dict[str, Any]:
     """Of the newest step only chunks are damaged that process 1 alone reads."""
     rows = shardings()["rows"]
-    tree = {"rows": rows}
     with stage.manager() as m, pipeline().iterator(sharding=data_sharding()) as data:
         m.resume(data=data)
         for step in (1, 2, 3):
             next(data)
-            m.save(step, {name: spread(wanted(step)[name], rows) for name in tree}, data=data)
+            m.save(step, {"rows": spread(wanted(step)["rows"], rows)}, data=data)
         m.wait_until_finished()
     stage.meet()
     if stage.index == 1:
@@ -316,8 +323,10 @@ def damaged_for_one(stage: Stage) -> dict[str, Any]:
         raw[int(header.columns.offset[0]) + 5] ^= 4
         image.write_bytes(raw)
     stage.meet()
+    template = {"rows": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=rows)}
+    looked = ckpt.restore(stage.root, like=template)
+    by_path = error_of(lambda: ckpt.restore(stage.root / "branch-1" / "3", like=template))
     with stage.manager() as m, pipeline().iterator(sharding=data_sharding()) as data:
-        template = {"rows": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=rows)}
         restored = m.resume(like=template, data=data)
         assert m._attempt is not None
         shards = restored.state["rows"].addressable_shards
@@ -327,6 +336,8 @@ def damaged_for_one(stage: Stage) -> dict[str, Any]:
             "lost": [[lost.step, lost.reason] for lost in restored.report.lost],
             "position": data.get_state()["next_example"],
             "decision": str(m._attempt.decision),
+            "looked": [looked.step, [[lost.step, lost.reason] for lost in looked.report.lost]],
+            "by_path": by_path,
         }
 
 
@@ -414,6 +425,122 @@ def mismatch_for_one(stage: Stage) -> dict[str, Any]:
             "restored": restored.step,
             "wrong": differences(restored.state, 1),
             "back": data.get_state() == before,
+        }
+
+
+def other_data_for_one(stage: Stage) -> dict[str, Any]:
+    """The pipeline of process 1 has another seed: no iterator moves, on neither."""
+    with stage.manager() as m, pipeline().iterator(sharding=data_sharding()) as data:
+        m.resume(data=data)
+        next(data)
+        m.save(1, state(1), data=data).wait()
+    with stage.manager() as m, pipeline(5 + stage.index).iterator() as data:
+        before = data.get_state()
+        error = error_of(lambda: m.resume(like=like(), data=data))
+        return {"error": error, "stayed": data.get_state() == before}
+
+
+def unreadable_for_one(stage: Stage) -> dict[str, Any]:
+    """The store does not answer process 1 when it lists the run."""
+    with stage.manager() as m:
+        m.resume()
+        m.save(1, state(1)).wait()
+        good = FileStore.list
+
+        def fail(self: FileStore, prefix: str) -> Any:
+            raise ckpt.StoreFailed(f"{prefix}: no route to host")
+
+        if stage.index == 1:
+            FileStore.list = fail  # type: ignore[method-assign]
+        try:
+            error = error_of(m.resume)
+        finally:
+            FileStore.list = good  # type: ignore[method-assign]
+        return {"error": error, "restored": m.resume(like=like()).step}
+
+
+def user_error_in_one(stage: Stage) -> dict[str, Any]:
+    """The program of process 1 ends with an error of its own, while process 0 waits for it."""
+    errors = []
+    for act in ("save", "resume"):
+        with contextlib.suppress(ZeroDivisionError), stage.manager() as m:
+            m.resume()
+            stage.meet()
+            if stage.index == 1:
+                raise ZeroDivisionError
+            if act == "save":
+                errors.append(error_of(lambda m=m: m.save(1, state(1)).wait()))
+            else:
+                errors.append(error_of(m.resume))
+    return {"errors": errors}
+
+
+def little(stage: Stage) -> dict[str, Any]:
+    """Trees of which process 1 has nothing to write, or nobody has."""
+    everywhere = shardings()["replicated"]
+    trees: dict[int, Any] = {
+        1: {"a": spread(np.arange(5, dtype=np.int32), everywhere)},
+        2: {"a": np.arange(3)},
+        3: {},
+        4: {"a": spread(np.zeros((0, 4), np.float32), shardings()["rows"]), "b": "text"},
+    }
+    found = []
+    with stage.manager() as m:
+        m.resume()
+        for step, tree in trees.items():
+            m.save(step, tree).wait()
+    for step, tree in trees.items():
+        restored = ckpt.restore(stage.root, like=tree, step=step).state
+        found.append(_shards(restored) == _shards(tree))
+    return {"same": found}
+
+
+def _shards(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: str([np.asarray(shard.data) for shard in leaf.addressable_shards])
+        if isinstance(leaf, jax.Array)
+        else str(leaf)
+        for name, leaf in tree.items()
+    }
+
+
+def elsewhere(stage: Stage) -> dict[str, Any]:
+    """An array that lies on the devices of process 1 only."""
+    devices = jax.devices()[DEVICES // 2 :]
+    sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+    tree = {"away": spread(np.arange(8, dtype=np.float32), sharding)}
+    with stage.manager() as m:
+        m.resume()
+        return {"error": error_of(lambda: m.save(1, tree).wait()), "steps": m.all_steps()}
+
+
+def guarded(stage: Stage) -> dict[str, Any]:
+    """The loop helper with a guard: the spike comes out of a computation on all devices."""
+    poison = np.array(pipeline().plan.records(range(40, 43))).ravel().astype(np.int32)
+    guard = ckpt.SpikeGuard(
+        window=16, warm_up=8, cool_down=3, consecutive=2, margin=4, skip_before=2, skip_after=6
+    )
+
+    @jax.jit
+    def step_of(weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bad = jnp.isin(ids, poison).all()
+        total = ids.sum()
+        return weights + total.astype(np.float32), 1 + 0.01 * (total % 7) + 50.0 * bad
+
+    zeros = {"w": spread(np.zeros((16, 2), np.float32), shardings()["rows"])}
+    with (
+        stage.manager(every=5) as m,
+        pipeline().iterator(sharding=data_sharding()) as data,
+        ckpt.Run(m, zeros, data, steps=60, guard=guard) as run,
+    ):
+        for _, batch in run:
+            weights, loss = step_of(run.state["w"], batch["id"])
+            run.update({"w": weights}, loss=loss)
+        assert m._attempt is not None
+        return {
+            "rewinds": [str(each) for each in run.rewinds],
+            "decision": str(m._attempt.decision),
+            "weight": float(run.state["w"].addressable_data(0)[0, 0]),
         }
 
 
@@ -599,6 +726,18 @@ def killed_before_its_part(stage: Stage) -> dict[str, Any]:
         return {"error": error, "steps": m.all_steps()}
 
 
+def killed_while_restoring(stage: Stage) -> dict[str, Any]:
+    """Process 1 dies while it reads the newest step."""
+    with stage.manager(timeout_s=2.0) as m:
+        m.resume()
+        m.save(1, state(1)).wait()
+        stage.meet()
+        if stage.index == 1:
+            start.load = lambda *args: die()
+        error = error_of(lambda: m.resume(like=like()))
+        return {"error": error, "steps": m.all_steps()}
+
+
 def killed_before_finishing(stage: Stage) -> dict[str, Any]:
     """Process 0 dies when both parts of step 3 are there, and none of the small files."""
     return _killed_in(stage, "finish")
@@ -637,6 +776,12 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
         store_fails_for_one,
         late_part,
         mismatch_for_one,
+        other_data_for_one,
+        unreadable_for_one,
+        user_error_in_one,
+        little,
+        elsewhere,
+        guarded,
         own_states,
         iterators_of_one,
         other_trees,
@@ -647,6 +792,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
         default_place,
         board,
         killed_before_its_part,
+        killed_while_restoring,
         killed_before_finishing,
         killed_before_publishing,
     )
@@ -667,6 +813,7 @@ def main() -> None:
         )
     for scene in sys.argv[5:]:
         stage = Stage(scene.partition("=")[0], directory, index, count)
+        stage.meet()
         begun = time.monotonic()
         try:
             found = SCENES.get(scene, resume)(stage)

@@ -71,6 +71,12 @@ TOGETHER = (
     "store_fails_for_one",
     "late_part",
     "mismatch_for_one",
+    "other_data_for_one",
+    "unreadable_for_one",
+    "user_error_in_one",
+    "little",
+    "elsewhere",
+    "guarded",
     "own_states",
     "iterators_of_one",
     "other_trees",
@@ -157,6 +163,8 @@ def headers_of(root: Path, number: int) -> tuple[str, list[Any]]:
 def test_two_processes_save_and_resume(place: Path, seen: Seen) -> None:
     found = seen["save_and_resume"]
     assert same(found, "fresh")
+    assert same(found, "said")[:2] == [0, 0]  # what was said of a step goes when the next is saved
+    assert same(found, "said")[2] > 0
     assert same(found, "restored") == 3
     assert same(found, "extra") == {"at": 3}
     assert same(found, "metrics") == {"loss": 3.0}
@@ -266,6 +274,11 @@ def test_a_step_that_is_damaged_for_one_is_damaged_for_all(seen: Seen) -> None:
     assert "process 0" not in reason
     assert same(found, "position") == 32
     assert "'fallback'" in same(found, "decision")
+    # The same without a manager, since the template lies on devices of both.
+    assert same(found, "looked") == [2, [[step, reason]]]
+    for each in found:
+        assert each["by_path"]["type"] == "Damaged"
+        assert "process 1: Damaged: " in each["by_path"]["text"]
 
 
 def test_a_leaf_that_cannot_be_saved_is_told_at_once(seen: Seen) -> None:
@@ -310,6 +323,54 @@ def test_a_template_that_differs_on_one_process(seen: Seen) -> None:
     assert same(found, "untouched", "back")
     assert same(found, "restored") == 1
     assert same(found, "wrong") == []
+
+
+def test_a_pipeline_that_differs_on_one_process(seen: Seen) -> None:
+    found = seen["other_data_for_one"]
+    zero, one = (each["error"] for each in found)
+    assert (zero["type"], one["type"]) == ("PeerFailed", "Mismatch")
+    assert "process 1 failed: Mismatch: " in zero["text"]
+    assert "seed" in zero["text"]
+    assert same(found, "stayed")
+
+
+def test_a_store_that_one_process_cannot_reach(seen: Seen) -> None:
+    found = seen["unreadable_for_one"]
+    zero, one = (each["error"] for each in found)
+    assert (zero["type"], one["type"]) == ("PeerFailed", "StoreFailed")
+    assert "process 1 failed: StoreFailed: " in zero["text"]
+    assert "no route to host" in zero["text"]
+    assert same(found, "restored") == 1
+
+
+def test_a_program_that_ends_with_an_error_on_one_process(seen: Seen) -> None:
+    zero, one = (each["errors"] for each in seen["user_error_in_one"])
+    assert one == []
+    for error in zero:
+        assert error["type"] == "PeerFailed"
+        assert "process 1 takes no part in" in error["text"]
+        assert "it raised ZeroDivisionError" in error["text"]
+
+
+def test_nothing_to_write(place: Path, seen: Seen) -> None:
+    assert same(seen["little"], "same") == [True] * 4
+    assert ckpt.verify(place / "little").intact
+
+
+def test_an_array_that_is_on_one_process_only(seen: Seen) -> None:
+    zero, one = (each["error"] for each in seen["elsewhere"])
+    assert (zero["type"], one["type"]) == ("Unsupported", "PeerFailed")
+    assert "away: lies on devices of process 1 only" in zero["text"]
+    assert zero["text"] in one["text"]
+    assert same(seen["elsewhere"], "steps") == []
+
+
+def test_a_guard_decides_the_same_everywhere(place: Path, seen: Seen) -> None:
+    found = seen["guarded"]
+    assert len(same(found, "rewinds")) == 1
+    same(found, "decision", "weight")
+    assert ckpt.restore(place / "guarded").step == 60
+    assert ckpt.verify(place / "guarded").intact
 
 
 def test_iterators_with_a_state_for_each_process(place: Path, seen: Seen) -> None:
@@ -452,6 +513,17 @@ def test_a_process_that_dies_before_its_part(place: Path, tmp_path: Path) -> Non
         m.save(3, child.state(3), data=data).wait()
     assert ckpt.verify(one).intact
     assert [path.name for path in sorted((one / "branch-1").iterdir())] == ["1", "2", "3"]
+
+
+def test_a_process_that_dies_while_it_restores(place: Path) -> None:
+    found, statuses = play(place, "killed_while_restoring")
+    assert statuses == [0, -signal.SIGKILL]
+    error = found["killed_while_restoring"][0]["error"]
+    assert error["type"] == "PeerFailed"
+    assert "process 1 of 2 was not heard of within 2 s" in error["text"]
+    with manager(place / "killed_while_restoring") as m:
+        restored = m.resume(like=child.like())
+        assert child.differences(restored.state, 1) == []
 
 
 @pytest.mark.parametrize("scene", ["killed_before_finishing", "killed_before_publishing"])
