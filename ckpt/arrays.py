@@ -11,16 +11,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ckpt.errors import Damaged, Misuse
-from ckpt.fetch import LISTED, Chunk, Copy, Fetch, ImageFile, aligned_empty
+from ckpt.fetch import LISTED, Chunk, Copy, Fetch, ImageFile, aligned_bytes, aligned_empty
 from ckpt.grid import is_range
 from ckpt.image import ArraySpec, Header, dtype_of
-from ckpt.placement import ALIGNMENT_BYTES, Box, HostLeaf, boxes, place, whole
+from ckpt.placement import ALIGNMENT_BYTES, Box, HostLeaf, boxes, is_single, place, put, whole
 
 __all__ = ["ImageFile", "Report", "Request", "read_arrays"]
 
@@ -31,8 +31,7 @@ Progress = Callable[[int, int], None]
 _FEW_CHUNKS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One array that is wanted.
 
     `param` is its name in the images. `sharding`, of the array as stored, gives a `jax.Array` with
@@ -141,10 +140,15 @@ def _groups(leaves: Sequence[_Leaf], budget_bytes: int) -> Iterator[list[int]]:
 
 
 def _finish(leaves: Sequence[_Leaf]) -> list[Any]:
-    sharded = place([leaf.on_devices() for leaf in leaves if leaf.sharding is not None])
+    found: list[Any] = [leaf.on_host() for leaf in leaves]
+    plain = [i for i, leaf in enumerate(leaves) if leaf.is_plain]
+    arrays = put([found[i] for i in plain], [leaves[i].sharding for i in plain])
+    others = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None and not leaf.is_plain]
+    arrays += place([leaves[i].on_devices() for i in others])
     # Until the copy is made the buffers live; and what fails should fail here.
-    placed = iter(jax.block_until_ready(sharded))
-    return [leaf.on_host() if leaf.sharding is None else next(placed) for leaf in leaves]
+    for i, array in zip([*plain, *others], jax.block_until_ready(arrays), strict=True):
+        found[i] = array
+    return found
 
 
 class _Phases:
@@ -168,6 +172,7 @@ class _Catalog:
         self._order: list[np.ndarray] = []
         self._first: list[list[int]] = []
         self._places: dict[str, list[tuple[int, int]]] = {}
+        self._forms: dict[Any, _Form] = {}
         for number, header in enumerate(self.headers):
             array = header.columns.array
             order = np.argsort(array, kind="stable")
@@ -206,6 +211,15 @@ class _Catalog:
                 return image, int(self._order[image][start])
         return None
 
+    def form(self, spec: ArraySpec, request: Request) -> _Form:
+        """What this leaf has in common with others of its kind."""
+        # The requests keep the shardings, so identity holds; to hash one takes longer.
+        key = (spec.dtype, spec.shape, spec.chunk_shape, id(request.sharding), request.memory_kind)
+        found = self._forms.get(key)
+        if found is None:
+            found = self._forms[key] = _form(spec, request)
+        return found
+
     def _at(self, request: Request) -> list[tuple[int, int]]:
         if request.param not in self._places:
             where = ", ".join(header.where for header in self.headers[:4]) or "no image"
@@ -223,22 +237,23 @@ class _Leaf:
         self._request, self._catalog = request, catalog
         self.name = _name(request)
         self.spec = catalog.spec(request)
-        self.dtype = dtype_of(self.spec.dtype)
-        self.sharding = request.sharding
-        if self.sharding is not None and request.memory_kind is not None:
-            self.sharding = self.sharding.with_memory_kind(request.memory_kind)
-        self.boxes: tuple[Box, ...] = (whole(self.spec.shape),)
-        if self.sharding is not None:
-            self.boxes = boxes(self.spec.shape, self.dtype, self.sharding, self.name)
-        self._geometry = _geometry(self.spec.shape, self.spec.chunk_shape, self.boxes)
-        self.nbytes = self._geometry.elements * self.dtype.itemsize
+        self._form = catalog.form(self.spec, request)
+        self.sharding, self.dtype = self._form.sharding, self._form.dtype
+        self.boxes, self.nbytes = self._form.boxes, self._form.nbytes
         self._buffers: list[np.ndarray] = []
         self._found: dict[tuple[int, ...], tuple[int, int]] = {}
         self.missing = self._find()
 
     def chunks(self) -> list[Chunk]:
         """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
-        for shape in self._geometry.shapes:
+        if self._form.whole_chunk:
+            raw = aligned_bytes(self.nbytes, ALIGNMENT_BYTES)
+            self._buffers.append(raw.view(self.dtype).reshape(self.spec.shape))
+            ((image, row),) = self._found.values()
+            offset = int(self._catalog.headers[image].columns.offset[row])
+            form = (self.spec.chunk_shape, self.dtype)
+            return [Chunk(image, row, self.name, offset, self.nbytes, raw, (), *form)]
+        for shape in self._form.shapes:
             self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
         find_uses = _remembered_uses if len(self._found) <= _FEW_CHUNKS else _uses
         uses = find_uses(self.spec.chunk_shape, self.boxes)
@@ -253,8 +268,14 @@ class _Leaf:
         """Forget the buffers; what was made of them keeps them as long as it needs them."""
         self._buffers = []
 
-    def on_host(self) -> np.ndarray:
-        return self._buffers[0]
+    def on_host(self) -> np.ndarray | None:
+        """The first buffer; None where this process holds no part of the array."""
+        return self._buffers[0] if self._buffers else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it goes as a whole to one device."""
+        return self._form.plain
 
     def on_devices(self) -> HostLeaf:
         assert self.sharding is not None
@@ -263,9 +284,9 @@ class _Leaf:
 
     def _find(self) -> list[str]:
         """Look up the cells that are needed; what no image holds, as lines for the error."""
-        if self._geometry.cells == 0:
+        if self._form.cells == 0:
             return []
-        if self._geometry.one_chunk:
+        if self._form.one_chunk:
             only = self._catalog.first_row(self._request)
             if only is None:
                 return [f"leaf {self.name}: {self.spec.param}, its only chunk"]
@@ -321,28 +342,45 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
-    """What follows from the shape of an array, that of its chunks, and the boxes wanted of it."""
+class _Form:
+    """What many leaves have in common: shape, dtype, chunks and sharding, and what follows."""
 
-    elements: int
+    dtype: np.dtype[Any]
+    sharding: jax.sharding.Sharding | None
+    boxes: tuple[Box, ...]
+    nbytes: int
+    """Of all boxes."""
     shapes: tuple[tuple[int, ...], ...]
     """Of the boxes."""
     cells: int
     """Chunks that are needed; those of several boxes count each time."""
     one_chunk: bool
     """Whether the array has no other chunk."""
+    whole_chunk: bool
+    """Whether that chunk is the array, and all of it is wanted in one piece."""
+    plain: bool
+    """Whether it then goes to one device."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _geometry(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], wanted: tuple[Box, ...]
-) -> _Geometry:
-    """Models have many leaves of one shape."""
-    return _Geometry(
-        elements=sum(map(_count, wanted)),
+def _form(spec: ArraySpec, request: Request) -> _Form:
+    dtype, sharding = dtype_of(spec.dtype), request.sharding
+    if sharding is not None and request.memory_kind is not None:
+        sharding = sharding.with_memory_kind(request.memory_kind)
+    wanted: tuple[Box, ...] = (whole(spec.shape),)
+    if sharding is not None:
+        wanted = boxes(spec.shape, dtype, sharding, _name(request))
+    one_chunk = math.prod(spec.grid) == 1
+    whole_chunk = one_chunk and wanted == (whole(spec.shape),)
+    return _Form(
+        dtype,
+        sharding,
+        wanted,
+        nbytes=sum(map(_count, wanted)) * dtype.itemsize,
         shapes=tuple(tuple(stop - start for start, stop in box) for box in wanted),
-        cells=sum(math.prod(map(len, _cells(chunk_shape, box))) for box in wanted),
-        one_chunk=math.prod(n // c for n, c in zip(shape, chunk_shape, strict=True)) == 1,
+        cells=sum(math.prod(map(len, _cells(spec.chunk_shape, box))) for box in wanted),
+        one_chunk=one_chunk,
+        whole_chunk=whole_chunk,
+        plain=whole_chunk and is_single(sharding),
     )
 
 

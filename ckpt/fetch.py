@@ -305,7 +305,12 @@ class _Budget:
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any], alignment_bytes: int) -> np.ndarray:
     """An uninitialised C-contiguous array whose first byte is a multiple of `alignment_bytes`."""
-    nbytes = math.prod(shape) * dtype.itemsize
+    raw = aligned_bytes(math.prod(shape) * dtype.itemsize, alignment_bytes)
+    return raw.view(dtype).reshape(shape)
+
+
+def aligned_bytes(nbytes: int, alignment_bytes: int) -> np.ndarray:
+    """As `aligned_empty`: u8[nbytes]."""
     raw = np.empty(nbytes + alignment_bytes, np.uint8)
-    start = -raw.__array_interface__["data"][0] % alignment_bytes
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    start = -raw.ctypes.data % alignment_bytes
+    return raw[start : start + nbytes]

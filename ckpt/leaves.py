@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ READABLE_DIMENSIONS = 32
 """TensorStore, and so Orbax, opens no array of more dimensions."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
+class LeafSpec(NamedTuple):  # made by the thousands, and a tuple is made in a quarter of the time
     """What the tree record says of one leaf.
 
     A spec with `storage_dtype` None is held in the record itself, and no array belongs to it.
@@ -82,8 +81,8 @@ class LeafSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Fields by name, without those that have their default."""
-        values = {name: getattr(self, name) for name in _FIELDS}
-        return {k: v for k, v in values.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+        values = zip(_FIELDS, self, strict=True)
+        return {k: v for k, v in values if k not in _DEFAULTS or v != _DEFAULTS[k]}
 
     @classmethod
     def from_json(cls, value: Any) -> LeafSpec:
@@ -153,7 +152,8 @@ def each_from_json(values: Iterable[Any]) -> Iterator[LeafSpec]:
             key, known = None, None
         if known is not None and known[0] == rest and (own := _own(value)) is not None:
             # What is equal may be of another type (True and 1), so the values are those known.
-            yield LeafSpec(*own, *(getattr(known[1], field) for field in _SHARED))
+            shared: Any = known[1][len(own) :]
+            yield LeafSpec(*own, *shared)
             continue
         spec = LeafSpec.from_json(value)
         moulds[key] = (rest, spec)
@@ -238,9 +238,8 @@ def _agree(found: LeafSpec, wanted: LeafSpec) -> bool:
     )
 
 
-_FIELDS = dict.fromkeys(LeafSpec.__dataclass_fields__)
-_OWN = frozenset({"name", "param", "keys"})
-_SHARED = tuple(field for field in _FIELDS if field not in _OWN)
+_FIELDS = dict.fromkeys(LeafSpec._fields)
+_OWN = ("name", "param", "keys")  # the first of the fields
 _DEFAULTS: dict[str, Any] = {
     "inline": None,
     "memory_kind": None,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,8 +21,7 @@ Box = tuple[tuple[int, int], ...]
 """A part of a global array: (start, stop) along each axis."""
 
 
-@dataclass(frozen=True, eq=False)
-class HostLeaf:
+class HostLeaf(NamedTuple):
     """What one leaf needs to become an array: a buffer for each box of its sharding here."""
 
     name: str
@@ -155,6 +153,12 @@ def _fast_put() -> _Put | None:
 
 
 _TRAITS = ("aval", "dtype", "shape", "sharding", "committed", "weak_type")
+
+
+@functools.lru_cache(maxsize=1024)
+def is_single(sharding: jax.sharding.Sharding | None) -> bool:
+    """Whether it is that of one device, of this process."""
+    return sharding is not None and sharding.is_fully_addressable and len(sharding.device_set) == 1
 
 
 def _is_single(leaf: HostLeaf) -> bool:

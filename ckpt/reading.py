@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +19,7 @@ from ckpt.store import ImageReader
 from ckpt.values import revive
 
 
-@dataclass(frozen=True)
-class _Want:
+class _Want(NamedTuple):
     """One leaf of the result: what is stored, what is to be built, and where it goes."""
 
     saved: LeafSpec
@@ -60,17 +58,17 @@ def _read_tree(step: OpenStep, like: Any, *, given: bool) -> tuple[Any, Report]:
             f"{step.store.location}/{step.prefix}: the saved tree is not the one in `like`", wrong
         )
     saved = {spec.name: spec for spec in step.leaves}
-    wants = [_want(saved[leaf.name], leaf) for leaf in flat.leaves]
+    targets = zip(flat.specs, flat.values, strict=True)
+    wants = [_want(saved[target.name], target, value) for target, value in targets]
     values, report = _read(step, wants)
     return tree.with_values(like, flat.specs, values), report
 
 
-def _want(saved: LeafSpec, leaf: tree.Leaf) -> _Want:
-    target = leaf.spec
+def _want(saved: LeafSpec, target: LeafSpec, value: Any) -> _Want:
     if target.kind not in ("jax", "key"):
         return _Want(saved, target, None, None, False)
-    sharding = getattr(leaf.value, "sharding", None)
-    if isinstance(leaf.value, jax.Array) and not target.committed:
+    sharding = getattr(value, "sharding", None)
+    if not target.committed:
         sharding = None  # stays free to follow its neighbours
     # Devices may lack the dtype in which these bytes are stored, or hold it differently.
     direct = (
@@ -121,7 +119,7 @@ def _as(saved: LeafSpec, target: LeafSpec) -> LeafSpec:
     if saved is target or saved.storage_dtype is None or saved.kind == "key":
         return saved
     kind = "numpy" if target.kind == "jax" else target.kind
-    return replace(saved, kind=kind, dtype=target.dtype)
+    return saved._replace(kind=kind, dtype=target.dtype)
 
 
 def _weak(array: jax.Array) -> jax.Array:

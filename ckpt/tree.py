@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,8 +33,7 @@ MAX_PARAM_BYTES = 4096
 """Far below the 65,535 bytes of an OCDBT key, which also holds the chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A leaf of a tree: its name, the value itself, and what the tree record says of it."""
 
     name: str
