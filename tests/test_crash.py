@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from faulty_store import Died, Fault, FaultyStore
+from rows import Rows
 
 import ckpt
 from ckpt import layout
@@ -71,43 +72,6 @@ def place(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="lastgood-crash-") as name:
         yield Path(name)
-
-
-class Rows:
-    """A stream of examples 0, 1, 2, ... that can skip."""
-
-    batch_size = 2
-
-    def __init__(self) -> None:
-        self.next_example = 0
-        self.skips: list[tuple[int, int]] = []
-
-    def get_state(self) -> dict[str, Any]:
-        return {"next_example": self.next_example, "skips": [list(s) for s in self.skips]}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.next_example = state["next_example"]
-        self.skips = [(start, stop) for start, stop in state["skips"]]
-
-    def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self.skips = sorted({*self.skips, *ranges})
-
-    def span(
-        self, state: dict[str, Any], first: int, stop: int, skips: Sequence[tuple[int, int]] = ()
-    ) -> list[tuple[int, int]]:
-        rows = Rows()
-        rows.set_state(state)
-        rows.skip(skips)
-        batches = [rows.take() for _ in range(stop)][first:]
-        return [(example, example + 1) for batch in batches for example in batch]
-
-    def take(self) -> list[int]:
-        found: list[int] = []
-        while len(found) < self.batch_size:
-            if not any(start <= self.next_example < stop for start, stop in self.skips):
-                found.append(self.next_example)
-            self.next_example += 1
-        return found
 
 
 def state_of(tag: int) -> dict[str, Any]:
