@@ -502,8 +502,9 @@ def test_another_attempt_takes_over_at_every_write(name: str, place: Path) -> No
         what = f"{name}, paused at {at}: {operations[at - 1]}"
         run = before.copy(place / f"{at}")
         new: list[Restored] = []
+        kept: set[int] = set()
 
-        def take_over(run: Run = run, new: list[Restored] = new) -> None:
+        def take_over(run: Run = run, new: list[Restored] = new, kept: set[int] = kept) -> None:
             rows = Rows()
             with run.manager() as manager:
                 restored = manager.resume(data=rows)
@@ -515,6 +516,7 @@ def test_another_attempt_takes_over_at_every_write(name: str, place: Path) -> No
                 pending = manager.save(restored.step + 1, state_of(tag), data=rows)
                 assert pending is not None
                 pending.wait(timeout=60)
+            kept.update(Reader(run.location).all_steps())
 
         store = FaultyStore(FileStore(run.location), [Fault(at, "pause", take_over)])
         manager = run.manager(store)
@@ -528,6 +530,7 @@ def test_another_attempt_takes_over_at_every_write(name: str, place: Path) -> No
             abandon(manager)
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         assert new, what
+        assert kept <= set(Reader(run.location).all_steps()), f"{what}: taken from the new one"
         found = ckpt.restore(run.location)
         newest = new[0].step + 1
         if outcome == "superseded":
