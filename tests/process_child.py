@@ -738,6 +738,25 @@ def killed_while_restoring(stage: Stage) -> dict[str, Any]:
         return {"error": error, "steps": m.all_steps()}
 
 
+def killed_at_random(stage: Stage) -> dict[str, Any]:
+    """Goes on from what is there and saves every step until somebody is killed from outside."""
+    told = stage.root.with_name(f"{stage.scene}.told-{stage.index}")
+    with stage.manager(timeout_s=2.0) as m, pipeline().iterator(sharding=data_sharding()) as data:
+        restored = m.resume(like=like(), data=data)
+        found = {"restored": restored.step, "wrong": [], "error": None}
+        if not restored.report.fresh:
+            found["wrong"] = differences(restored.state, restored.step)
+        found["position"] = data.get_state()["next_example"]
+        (stage.root.parent / f"{stage.scene}.began-{stage.index}").write_text(json.dumps(found))
+        for step in range(restored.step + 1, restored.step + 1000):
+            next(data)
+            pending = m.save(step, state(step), data=data)
+            if error := error_of(pending.wait):
+                return {**found, "error": error}
+            told.write_text(str(step))
+    return found
+
+
 def killed_before_finishing(stage: Stage) -> dict[str, Any]:
     """Process 0 dies when both parts of step 3 are there, and none of the small files."""
     return _killed_in(stage, "finish")
@@ -793,6 +812,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
         board,
         killed_before_its_part,
         killed_while_restoring,
+        killed_at_random,
         killed_before_finishing,
         killed_before_publishing,
     )
@@ -808,7 +828,7 @@ def main() -> None:
             f"127.0.0.1:{port}",
             count,
             index,
-            initialization_timeout=60,
+            initialization_timeout=15 if sys.argv[5] == killed_at_random.__name__ else 60,
             shutdown_timeout_seconds=60,
         )
     for scene in sys.argv[5:]:

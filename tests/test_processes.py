@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ Seen = dict[str, list[dict[str, Any]]]
 """What each process saw of a scene."""
 
 
-def play(directory: Path, *scenes: str, count: int = 2) -> tuple[Seen, list[int]]:
+def play(
+    directory: Path,
+    *scenes: str,
+    count: int = 2,
+    meanwhile: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+) -> tuple[Seen, list[int]]:
     """Runs the scenes in `count` processes; what they saw, and the exit statuses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -39,7 +45,7 @@ def play(directory: Path, *scenes: str, count: int = 2) -> tuple[Seen, list[int]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     logs = [directory / f"{scenes[0]}.{index}.log" for index in range(count)]
     with contextlib.ExitStack() as stack:
-        children = []
+        children: list[subprocess.Popen[bytes]] = []
         for index, log in enumerate(logs):
             words = [str(index), str(count), str(port), str(directory), *scenes]
             process = subprocess.Popen(
@@ -51,6 +57,8 @@ def play(directory: Path, *scenes: str, count: int = 2) -> tuple[Seen, list[int]
             stack.enter_context(process)
             stack.callback(process.kill)
             children.append(process)
+        if meanwhile is not None:
+            meanwhile(children)
         statuses = [process.wait(timeout=150) for process in children]
     seen: Seen = {}
     for scene in scenes:
@@ -563,6 +571,41 @@ def test_two_processes_roll_forward(killed: Path, tmp_path: Path) -> None:
         assert same(each, "rolled_forward") == ["published step 3 (branch 1, attempt 1)"]
         assert same(each, "steps") == [1, 2, 3, 6]
         assert joined(*(host["coming"] for host in each)) == ids(3, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random(tmp_path: Path, seed: int) -> None:
+    """Whoever is killed when, the next pair goes on from the newest step that was acknowledged."""
+    rng = random.Random(seed)
+    scene = "killed_at_random"
+
+    def kill(children: list[subprocess.Popen[bytes]]) -> None:
+        began = [tmp_path / f"{scene}.began-{index}" for index in (0, 1)]
+        early = rng.random() < 0.3
+        while not early and not all(file.exists() for file in began):
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 2.5 if early else 1.0))
+        for victim in rng.choice(([0], [1], [0, 1], [1, 0])):
+            children[victim].kill()
+
+    for number in range(12):
+        note = f"seed {seed}, round {number}"
+        for file in tmp_path.glob(f"{scene}*.*"):
+            if not file.is_dir() and "told" not in file.name:
+                file.unlink()
+        told = [int(file.read_text() or 0) for file in tmp_path.glob(f"{scene}.told-*")]
+        play(tmp_path, scene, meanwhile=kill)
+        for file in tmp_path.glob(f"{scene}.began-*"):
+            found = json.loads(file.read_text())
+            assert found["wrong"] == [], note
+            assert found["restored"] >= max(told, default=0), note
+            assert found["position"] == 16 * found["restored"], note
+    with manager(tmp_path / scene) as m, child.pipeline().iterator() as data:
+        restored = m.resume(like=child.like(), data=data)
+        assert child.differences(restored.state, restored.step) == [], f"seed {seed}"
+        assert m.all_steps() == list(range(1, restored.step + 1)), f"seed {seed}"
+    assert ckpt.verify(tmp_path / scene).intact, f"seed {seed}"
 
 
 # --- matters, in threads instead of processes -----------------------------------------------------
