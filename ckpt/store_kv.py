@@ -95,8 +95,8 @@ def open_bucket(url: str) -> KvStore:
     if found is None:
         raise Misuse(f"{url}: wanted s3://bucket/prefix or gs://bucket/prefix")
     scheme, bucket, prefix = found.group(1), found.group(2), (found.group(3) or "").strip("/")
-    if prefix:
-        check_key(prefix)
+    if "//" in prefix:
+        raise Misuse(f"{url}: wanted a prefix without empty components")
     spec = _s3(bucket) if scheme == "s3" else {"driver": "gcs", "bucket": bucket}
     location = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
     try:
@@ -246,10 +246,8 @@ class KvStore(SwappingStore):
         _at_once(self._remove, sorted(old), READS)
 
     def open_image(self, key: str) -> ImageReader:
-        pieces = self._pieces(_checked(key))
+        pieces = self._pieces(_checked(key)) or [Piece(key, 0, self._size(key))]
         where = f"{self.location}/{key}"
-        if not pieces:
-            raise NotFound(f"{where}: not there")
         end = 0
         for piece in pieces:
             if piece.start != end:
@@ -268,6 +266,29 @@ class KvStore(SwappingStore):
             if piece is not None:
                 found.append(Piece(f"{key}.bytes-{rest}", int(piece[1]), int(piece[2])))
         return sorted(found, key=lambda each: (each.start, each.stop))
+
+    def _size(self, key: str) -> int:
+        """Size of an object, found by asking for single bytes: TensorStore does not tell it.
+
+        Needed only for images that were copied here from a file system, in one piece.
+        """
+
+        def reaches(size_bytes: int) -> bool:
+            try:
+                self._read(key, slice(size_bytes - 1, size_bytes))
+            except Damaged:
+                return False
+            return True
+
+        if not reaches(1):
+            return 0
+        known, bound = 1, 1 << 20
+        while reaches(bound):
+            known, bound = bound, bound * 4
+        while bound - known > 1:
+            middle = (known + bound) // 2
+            known, bound = (middle, bound) if reaches(middle) else (known, middle)
+        return known
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import random
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from memory_source import Columns
-from s3_server import BUCKET, Proxy, s3_server
-from store_contract import ODD_KEYS, StoreContract
+import tensorstore as ts
+from s3_server import BUCKET, CUT, LOSE, TEAR, Proxy, Request, Trouble, s3_server, status
+from store_contract import ODD_KEYS, StoreContract, aligned, in_threads, some_bytes
 
-import ckpt
-from ckpt import store_kv
-from ckpt.errors import AlreadyExists, Misuse
-from ckpt.store import Store, open_store
-from datapipe import Pipeline
+from ckpt import layout, publishing, store_kv
+from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.layout import Marker, Unpublished
+from ckpt.lineage import Remain, StepId
+from ckpt.store import FileStore, Store, open_store
+from ckpt.store_kv import KvStore
 
 _numbers = itertools.count()
 
@@ -45,15 +46,18 @@ def root(s3: Proxy) -> str:
 
 
 @pytest.fixture
-def store(root: str) -> Store:
-    return open_store(root)
+def store(root: str) -> KvStore:
+    found = open_store(root)
+    assert isinstance(found, KvStore)
+    return found
 
 
-class TestS3(StoreContract):
-    @pytest.fixture
-    def store(self, root: str) -> Store:
-        return open_store(root)
+def memory_store() -> KvStore:
+    """The same store over objects in memory, of its own."""
+    return KvStore("memory://run", {"driver": "memory", "path": "run/"}, ts.Context())
 
+
+class BucketContract(StoreContract):
     def test_put_if_absent_leaves_what_is_there(self, store: Store) -> None:
         store.put_if_absent("a/1", b"first")
         for data in (b"", b"second", b"first"):
@@ -78,67 +82,383 @@ class TestS3(StoreContract):
     test_what_is_moved_is_moved_once = None
 
 
-# --- a run ---------------------------------------------------------------------------------------
+class TestS3(BucketContract):
+    @pytest.fixture
+    def store(self, root: str) -> Store:
+        return open_store(root)
 
 
-def manager(root: str, tmp_path: Path, **options: Any) -> ckpt.CheckpointManager:
-    return ckpt.CheckpointManager(ckpt.Shared(root, **options), arena=tmp_path / "arena")
+class TestMemory(BucketContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return memory_store()
 
 
-def state_of(step: int) -> dict[str, Any]:
-    key = jax.random.fold_in(jax.random.key(3), step)
-    return {"w": jax.random.normal(key, (32, 16)), "b": np.full(7, step), "step": step}
+# --- locations -----------------------------------------------------------------------------------
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.asarray(a).dtype == np.asarray(b).dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+def test_locations(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_store("s3://runs/a/b/").location == "s3://runs/a/b"
+    assert open_store("s3://runs").location == "s3://runs"
+    for bad in ("s3://", "s3:///a", "s3://runs/a?x=1", "s3://runs/a#b", "s3://runs/a//b", "gs://"):
+        with pytest.raises(Misuse, match=re.escape(bad)):
+            open_store(bad)
+    with pytest.raises(Misuse, match="Invalid S3 bucket name"):
+        open_store("s3://No_Such_Name/x")
 
 
-def save_steps(m: ckpt.CheckpointManager, steps: Iterable[int], data: Any = None) -> None:
-    for step in steps:
-        if data is not None:
-            next(data)
-        m.save(step, state_of(step), data=data)
-    m.wait_until_finished()
+def test_only_the_spec_of_google_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("gs://runs/a")
+    assert isinstance(store, KvStore)
+    assert store._spec == {"driver": "gcs", "bucket": "runs", "path": "a/"}
+    assert store.location == "gs://runs/a"
 
 
-def pipeline() -> Pipeline:
-    return Pipeline(Columns(97), batch_size=4, seed=3)
+def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    plain = {"driver": "s3", "bucket": "runs", "use_conditional_write": True, "path": "a/"}
+    assert store_kv.open_bucket("s3://runs/a")._spec == plain
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-1")
+    assert store_kv.open_bucket("s3://runs/a")._spec == {**plain, "aws_region": "eu-1"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other:1/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://here:2/")
+    found = store_kv.open_bucket("s3://runs/a")._spec
+    assert found == {**plain, "aws_region": "eu-1", "endpoint": "http://here:2"}
 
 
-def test_a_run_in_a_bucket(root: str, tmp_path: Path) -> None:
-    """Save, resume, rewind with skips, retention, the one-shot calls: as on a file system."""
-    with manager(root, tmp_path, keep=ckpt.Keep(last=2)) as m, pipeline().iterator() as data:
-        assert m.resume(like=state_of(0), data=data).report.fresh
-        save_steps(m, range(1, 4), data)
-        coming = next(data)
-    assert ckpt.open(root).all_steps() == [2, 3]
-    with manager(root, tmp_path) as m, pipeline().iterator() as data:
-        restored = m.resume(like=state_of(0), data=data)
-        assert restored.step == 3
-        assert_same(restored.state, state_of(3))
-        np.testing.assert_array_equal(next(data)["id"], coming["id"])
-        m.save(4, state_of(4), data=data)
-        save_steps(m, [5], data)
-        assert m.all_steps() == [2, 3, 4, 5]
-        m.delete(3)
-        assert m.all_steps() == [2, 4, 5]
-    with manager(root, tmp_path) as m, pipeline().iterator() as data:
-        restored = m.rewind(to=4, skip_batches=range(4, 6), data=data, like=state_of(0))
-        assert_same(restored.state, state_of(4))
-        save_steps(m, [5], data)
-        assert m.all_steps() == [2, 4, 5]
-        assert m._attempt is not None
-        assert m._attempt.decision.branch == m._attempt.number == 3
-    assert_same(ckpt.restore(root).state, state_of(5))
-    assert_same(ckpt.restore(f"{root}/branch-2/4", like=state_of(0)).state, state_of(4))
-    assert ckpt.metadata(root).id.step == 5
-    assert ckpt.pin(root, 2).step == 2
-    verified = ckpt.verify(root)
-    assert verified.intact
-    assert verified.unfinished == ()
-    with pytest.raises(ckpt.NotFound, match="no such step"):
-        ckpt.restore(f"{root}/branch-2/77")
+# --- absent, or failed ---------------------------------------------------------------------------
+
+
+def always(trouble: Trouble) -> Callable[[Request, int], Trouble | None]:
+    return lambda request, number: trouble
+
+
+def acts(store: Store) -> dict[str, Callable[[], Any]]:
+    """Every operation, on a key that is not there."""
+    return {
+        "put": lambda: store.put("a/b", b"x"),
+        "put_many": lambda: store.put_many({"a/b": b"x", "a/c": b"y"}),
+        "put_if_absent": lambda: store.put_if_absent("a/d", b"x"),
+        "read": lambda: store.read("absent"),
+        "read_many": lambda: store.read_many(["absent", "gone"]),
+        "list": lambda: store.list("a"),
+        "exists": lambda: store.exists("absent"),
+        "delete": lambda: store.delete("absent"),
+        "delete_tree": lambda: store.delete_tree("absent"),
+        "write_image": lambda: store.write_image("image", memoryview(b"x")),
+        "open_image": lambda: store.open_image("absent"),
+    }
+
+
+@pytest.mark.parametrize("act", acts(memory_store()))
+def test_what_fails_is_not_absent(
+    act: str, store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(0.1, 0.01, 0.02, 0.3))
+    for trouble, text in (
+        (status(403), "check the credentials"),
+        (status(500), r"500.*tried \d+ times"),
+        (CUT, "AWS_ENDPOINT_URL"),
+    ):
+        with s3.trouble(always(trouble)), pytest.raises(StoreFailed, match=text):
+            acts(store)[act]()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(StoreFailed, match="onnect"):
+        acts(open_store("s3://runs/a"))[act]()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
+    with pytest.raises(StoreFailed, match="resolve"):
+        acts(open_store("s3://runs/a"))[act]()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+    if act != "delete":  # what is asked for is so
+        with pytest.raises(StoreFailed, match="no such bucket"):
+            acts(open_store("s3://not-there/a"))[act]()
+
+
+def test_an_answer_that_never_comes(
+    store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(0.5, 0.01, 0.02, 0.2))
+    monkeypatch.setattr(s3, "delay_s", 1.0)
+    with pytest.raises(StoreFailed, match="no answer"):
+        store.read("a")
+
+
+# --- trouble that passes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trouble", [status(500), status(503), status(429), CUT, LOSE, TEAR], ids=str
+)
+def test_what_passes_is_waited_for(trouble: Trouble, store: KvStore, s3: Proxy) -> None:
+    data = some_bytes(300_000)
+    found: list[Any] = []
+
+    def look_at_image() -> None:
+        with store.open_image("d/image") as reader:
+            found.append(reader.read(0, len(data)))
+
+    for act in (
+        lambda: store.put("a", data),
+        lambda: found.append(store.read("a")),
+        lambda: store.write_image("d/image", aligned(data), [4096, 100_000]),
+        look_at_image,
+        lambda: found.append([entry.name for entry in store.list("")]),
+        lambda: store.delete_tree("d"),
+        lambda: store.delete("a"),
+        lambda: found.append(store.list("")),
+    ):
+        with s3.trouble(lambda request, number: trouble if number < 4 else None):
+            act()
+    assert found == [data, data, ["a", "d"], []]
+
+
+def first_put(trouble: Trouble) -> Callable[[Request, int], Trouble | None]:
+    """Trouble with the first conditional put, however often the client repeats it by itself."""
+    puts = itertools.count()
+    return lambda request, _: trouble if request.kind == "PUT?" and next(puts) < 2 else None
+
+
+def test_a_lost_answer_to_a_put_if_absent_is_settled(store: KvStore, s3: Proxy) -> None:
+    """What was carried out is ours; what somebody else did meanwhile is not."""
+    for number in range(3):
+        with s3.trouble(first_put(LOSE)):
+            store.put_if_absent(f"claims/{number}", b"mine")
+        assert store.read(f"claims/{number}") == b"mine"
+    store.put("claims/9", b"theirs")
+    with s3.trouble(first_put(LOSE)), pytest.raises(AlreadyExists):
+        store.put_if_absent("claims/9", b"mine")
+    assert store.read("claims/9") == b"theirs"
+
+
+def test_a_lost_answer_to_a_swap_is_settled(store: KvStore, s3: Proxy) -> None:
+    store.put("state", b"1")
+    with s3.trouble(first_put(LOSE)):
+        store.swap("state", b"1", b"2")
+    assert store.read("state") == b"2"
+    for old in (b"1", b"3"):
+        with pytest.raises(NotFound, match="changed meanwhile"):
+            store.swap("state", old, b"4")
+    with pytest.raises(NotFound):
+        store.swap("absent", b"", b"4")
+    assert store.read("state") == b"2"
+
+
+def test_swaps_have_one_winner(store: KvStore) -> None:
+    for number in range(5):
+        store.put(f"state/{number}", b"old")
+        found = in_threads(
+            [
+                lambda me=me, n=number: store.swap(f"state/{n}", b"old", b"%d" % me)
+                for me in range(6)
+            ]
+        )
+        winners = [me for me, what in enumerate(found) if what is None]
+        assert len(winners) == 1, found
+        assert {type(what) for what in found if what is not None} == {NotFound}
+        assert store.read(f"state/{number}") == b"%d" % winners[0]
+
+
+def test_claims_under_random_trouble_have_one_winner(store: KvStore, s3: Proxy) -> None:
+    seed = 20261
+    dice = random.Random(seed)
+    kinds = [status(500), status(503), CUT, LOSE, TEAR, None, None]
+    store.put("warm", b"")
+    with s3.trouble(lambda request, number: dice.choice(kinds)):
+        for number in range(4):
+            found = in_threads(
+                [
+                    lambda me=me, n=number: store.put_if_absent(f"c/{n}", b"%d" % me)
+                    for me in range(4)
+                ]
+            )
+            won = [me for me, what in enumerate(found) if what is None]
+            there = store.read(f"c/{number}")
+            # The winner may be told that it lost, never the other way round.
+            assert won in ([], [int(there)]), f"seed {seed}, claim {number}: {found} {there!r}"
+            assert {type(what) for what in found if what is not None} == {AlreadyExists}
+
+
+# --- images --------------------------------------------------------------------------------------
+
+
+def test_a_cut_image(store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_kv, "READ_BYTES", 10_000)
+    data = some_bytes(100_000)
+    store.write_image("d/image", aligned(data), [4096, 50_000, 98_304])
+    assert [(e.name, e.is_dir, e.size_bytes) for e in store.list("d")] == [
+        ("image", False, 100_000)
+    ]
+    names = {request.key.rpartition("/")[2] for request in s3.requests if request.kind == "PUT"}
+    assert {"image.bytes-0-4096", "image.bytes-98304-100000"} <= names
+    rng = np.random.default_rng(1)
+    with store.open_image("d/image") as reader:
+        assert reader.size_bytes == 100_000
+        for _ in range(20):
+            start, stop = sorted(rng.integers(0, 100_001, 2).tolist())
+            assert reader.read(start, stop - start) == data[start:stop]
+    store._remove("d/image.bytes-4096-50000")
+    with pytest.raises(Damaged, match="wanted an object for its bytes from 4096 on"):
+        store.open_image("d/image")
+    store.delete("d/image")
+    assert store.list("d") == []
+
+
+def test_an_object_shorter_than_its_name_is_damage(store: KvStore) -> None:
+    store.write_image("image", memoryview(bytes(5000)))
+    store._write("image.bytes-0-5000", bytes(4000))
+    with store.open_image("image") as reader:
+        assert reader.read(0, 4000) == bytes(4000)
+        with pytest.raises(Damaged, match="shorter than its name"):
+            reader.read(3000, 2000)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 3_000_000])
+def test_an_image_in_one_piece_from_a_file_system(size: int) -> None:
+    store, data = memory_store(), some_bytes(size)
+    store.put("image", data)
+    with store.open_image("image") as reader:
+        assert reader.size_bytes == size
+        assert reader.read(0, size) == data
+
+
+def test_a_failed_image_leaves_nothing(store: KvStore, s3: Proxy) -> None:
+    def plan(request: Request, number: int) -> Trouble | None:
+        return status(403) if request.key.endswith("-8192") and request.method == "PUT" else None
+
+    with s3.trouble(plan), pytest.raises(StoreFailed):
+        store.write_image("d/image", aligned(some_bytes(10_000)), [4096, 8192])
+    assert store.list("d") == []
+
+
+# --- a store without conditional put -------------------------------------------------------------
+
+
+def test_a_store_that_ignores_conditions_is_told_once(
+    root: str, s3: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "ignore_conditions", True)
+    with pytest.warns(RuntimeWarning, match="ignores conditional puts"):
+        open_store(root).put_if_absent("a", b"x")
+    open_store(root).put_if_absent("b", b"x")  # warnings are errors here
+
+
+def test_a_store_with_conditions_is_asked_once(root: str, s3: Proxy) -> None:
+    counts = []
+    for key in ("a", "b", "c"):
+        during = s3.during()
+        open_store(root).put_if_absent(key, b"x")
+        counts.append([request.kind for request in during()])
+    assert counts == [["PUT?", "PUT?"], ["PUT?"], ["PUT?"]]
+
+
+# --- states of a step ----------------------------------------------------------------------------
+
+STEP = StepId(40, 3, 3)
+DIGEST = "0123456789abcdef" * 2
+MARKER = Marker(STEP, DIGEST).emit()
+PLACE = layout.step_name(3, 40)
+
+
+def states() -> dict[str, bytes | None]:
+    """What may stand in the place of a marker; attempt 5 acts."""
+    return {
+        "in the making": None,
+        "prepared": Unpublished(STEP, None, None).emit(),
+        "committed": MARKER,
+        "condemned by 4": Unpublished(STEP, 4, DIGEST).emit(),
+        "condemned by 5": Unpublished(STEP, 5, DIGEST).emit(),
+        "condemned by 6": Unpublished(STEP, 6, DIGEST).emit(),
+        "unfinished, condemned by 4": Unpublished(STEP, 4, None).emit(),
+        "unfinished, condemned by 6": Unpublished(STEP, 6, None).emit(),
+    }
+
+
+def changes(way: publishing.Publishing) -> dict[str, Callable[[], None]]:
+    making = Remain(3, 40, 3, "making", PLACE)
+    deleted = Remain(3, 40, 4, "deleted", PLACE)
+    return {
+        "publish": lambda: way.publish(STEP, MARKER, 5),
+        "condemn": lambda: way.condemn(STEP, 5),
+        "put back": lambda: way.put_back(STEP, 5),
+        "take over what is made": lambda: way.take_over(making, 5),
+        "take over what 4 removes": lambda: way.take_over(deleted, 5),
+    }
+
+
+TRANSITIONS = {
+    ("in the making", "take over what is made"): "unfinished, condemned by 5",
+    ("prepared", "publish"): "committed",
+    ("prepared", "take over what is made"): "unfinished, condemned by 5",
+    ("committed", "condemn"): "condemned by 5",
+    ("condemned by 4", "take over what 4 removes"): "condemned by 5",
+    ("condemned by 5", "put back"): "committed",
+    ("unfinished, condemned by 4", "publish"): "committed",
+    ("unfinished, condemned by 4", "take over what 4 removes"): "unfinished, condemned by 5",
+}
+
+
+@pytest.mark.parametrize("state", states())
+def test_every_change_of_every_state(state: str) -> None:
+    known = {**states(), "unfinished, condemned by 5": Unpublished(STEP, 5, None).emit()}
+    for change in changes(publishing.of(memory_store())):
+        store = memory_store()
+        way = publishing.of(store)
+        before = known[state]
+        if before is not None:
+            store.put(f"{PLACE}/{layout.MARKER}", before)
+        try:
+            changes(way)[change]()
+        except (NotFound, AlreadyExists):
+            assert (state, change) not in TRANSITIONS
+        after = store.read_many([f"{PLACE}/{layout.MARKER}"])[0]
+        wanted = known[TRANSITIONS.get((state, change), state)]
+        assert (after if isinstance(after, bytes) else None) == wanted, f"{state}: {change}"
+
+
+@pytest.mark.parametrize("state", states())
+def test_a_branch_is_listed_by_its_markers(state: str) -> None:
+    store, found = memory_store(), states()[state]
+    store.put_many({f"{PLACE}/part-a3-p0.json": b"x", f"{PLACE}/tree.json": b"x"})
+    if found is not None:
+        store.put(f"{PLACE}/{layout.MARKER}", found)
+    listed = publishing.of(store).list_branch(3)
+    if state == "committed":
+        assert listed == publishing.Branch((STEP,))
+    elif state in ("in the making", "prepared"):
+        assert listed == publishing.Branch(remains=(Remain(3, 40, 3, "making", PLACE),))
+    else:
+        by = int(state[-1])
+        assert listed == publishing.Branch(remains=(Remain(3, 40, by, "deleted", PLACE),))
+
+
+def test_what_a_foreign_attempt_made_is_damaged() -> None:
+    """A copy from a file system that lost its marker: attempt 2 made it on branch 1."""
+    store = memory_store()
+    store.put_many({"branch-1/7/part-a2-p0.json": b"x", "branch-1/8/commit_success.txt": b"torn"})
+    listed = publishing.of(store).list_branch(1)
+    assert listed.steps == ()
+    assert listed.remains == ()
+    assert [name for name, _ in listed.damaged] == ["branch-1/7", "branch-1/8"]
+
+
+def test_removing_keeps_the_state_until_all_else_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store()
+    keys = [f"{PLACE}/{name}" for name in ("a", "state/d/b", layout.MARKER)]
+    store.put_many(dict.fromkeys(keys, b"x"))
+    seen = []
+    good = KvStore._remove
+    monkeypatch.setattr(
+        KvStore, "_remove", lambda self, key: (seen.append(key), good(self, key))[1]
+    )
+    publishing.of(store).remove(3, 40, 5)
+    assert seen[-1] == keys[-1]
+    assert sorted(seen) == sorted(keys)
+    assert store.list("") == []
+
+
+def test_a_store_has_to_do_one_of_both(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileStore, "renames", False)
+    with pytest.raises(Misuse, match="neither rename nor swap"):
+        publishing.of(FileStore(tmp_path))
