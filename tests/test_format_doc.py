@@ -10,6 +10,7 @@ import pytest
 
 import ckpt
 from ckpt import layout
+from ckpt.pieces import piece_name
 from ckpt.steps import Manifest
 
 DOCUMENT = Path(ckpt.__file__).with_name("FORMAT.md").read_text()
@@ -21,7 +22,14 @@ def sealed(name: str) -> bytes:
 
 
 def test_every_example_is_tested() -> None:
-    assert set(EXAMPLES) == {"part", "manifest", "marker", "claim", "decision"}
+    assert set(EXAMPLES) == {
+        "part",
+        "manifest",
+        "marker",
+        "unpublished",
+        "claim",
+        "decision",
+    }
 
 
 def test_part() -> None:
@@ -34,6 +42,14 @@ def test_marker() -> None:
     marker = layout.Marker.parse(sealed("marker"), "example")
     assert (marker.id.step, marker.id.branch, marker.id.attempt) == (40, 1, 3)
     assert marker.emit() == sealed("marker")
+
+
+def test_unpublished() -> None:
+    found = layout.parse_marker(sealed("unpublished"), "example")
+    assert isinstance(found, layout.Unpublished)
+    assert (found.id.step, found.id.branch, found.condemned_by) == (40, 3, 5)
+    assert found.emit() == sealed("unpublished")
+    assert layout.parse_marker(sealed("marker"), "example").emit() == sealed("marker")
 
 
 def test_claim() -> None:
@@ -67,6 +83,10 @@ def test_manifest() -> None:
         (layout.part_name(7, 1), "part-a<n>-p<i>.json"),
         (layout.image_name(7, 1), "state/d/a<n>-p<i>.image"),
         (layout.index_name(7), "state/d/a<n>.index"),
+        (
+            piece_name(layout.image_name(7, 1), 0, 4096),
+            "state/d/a<n>-p<i>.image.bytes-<start>-<stop>",
+        ),
         (layout.MARKER, "commit_success.txt"),
         (layout.MANIFEST, "manifest.json"),
         (layout.TREE, "tree.json"),
@@ -75,7 +95,7 @@ def test_manifest() -> None:
 def test_names_stand_in_the_map(name: str, in_words: str) -> None:
     assert in_words in DOCUMENT
     pattern = re.escape(in_words.strip(" /"))
-    for variable in ("n", "b", "step", "i"):
+    for variable in ("n", "b", "step", "i", "start", "stop"):
         pattern = pattern.replace(f"<{variable}>", r"\d+")
     assert re.fullmatch(pattern, name), (name, pattern)
 
