@@ -165,7 +165,9 @@ def step_files(
     def make() -> _Same:
         return _same(headers, _index(headers, attempt, cut_bytes))
 
-    basis = Basis(tuple(headers), (attempt, record["device"], cut_bytes))
+    # The names of objects have the size of the image, which changes with figures and texts.
+    cut = cut_bytes and (cut_bytes, *(header.size_bytes for header in headers))
+    basis = Basis(tuple(headers), (attempt, record["device"], cut))
     same = make() if known is None else known.get(basis, make)
     index = renewed(same.index, _uuid(headers), meta["time_ns"])
     digests = leaf_digests(headers)
