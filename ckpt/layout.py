@@ -54,10 +54,8 @@ def seal(document: Mapping[str, Json]) -> bytes:
 
 
 def canonical(document: Mapping[str, Json]) -> bytes:
-    """The one JSON text of an object."""
-    return json.dumps(
-        document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=True
-    ).encode()
+    """The one JSON text of an object; in ASCII, which also holds text that has no encoding."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
 
 
 def close(text: bytes) -> bytes:

@@ -100,6 +100,12 @@ def test_names_stand_in_the_map(name: str, in_words: str) -> None:
     assert re.fullmatch(pattern, name), (name, pattern)
 
 
+@pytest.mark.parametrize("text", ["Grüße", "\ud800", "\x00\n", '"}', "\U0001f600"])
+def test_any_text_is_sealed_and_comes_back(text: str) -> None:
+    document = {"format": 1, "text": text, text: 1}
+    assert layout.unseal(layout.seal(document), "example") == document
+
+
 def test_the_version_stands_there() -> None:
     assert f"Format version **{layout.FORMAT}**" in DOCUMENT
 
