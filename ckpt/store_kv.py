@@ -56,6 +56,7 @@ _BYTES_PER_S = 1 << 20
 
 _PIECE = re.compile(r"\.bytes-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\Z")
 _URL = re.compile(r"(s3|gs)://([^/?#]+)(?:/([^?#]*))?\Z")
+_TRAILER = re.compile(r" \[(?!http_response_code|curl_code)[\w-]+='.*?'\](?= \[|\Z)", re.DOTALL)
 _PASSES = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _CURES = {
     "PERMISSION_DENIED": "check the credentials (AWS_ACCESS_KEY_ID and so on) and what they allow",
@@ -486,6 +487,6 @@ def _passes(error: Exception) -> bool:
 
 
 def _text(error: Exception) -> str:
-    """The error without TensorStore's trailer of headers."""
-    text = str(error).replace("All 0 retry attempts failed: ", "").split(" [x-amz", 1)[0]
+    """The error without what TensorStore appends from headers and body of the answer."""
+    text = _TRAILER.sub("", str(error)).replace("All 0 retry attempts failed: ", "")
     return (text if len(text) < 300 else f"{text[:300]}...") or "no answer"
