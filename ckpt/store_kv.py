@@ -51,7 +51,7 @@ WRITES = 2
 _ABSENT = b"\x02"
 """TensorStore's generation of what is not there: the condition of a put if absent."""
 
-_BYTES_PER_S = 1 << 20
+_BYTES_PER_S = 1 << 18
 """A request slower than this has lost its connection."""
 
 _PIECE = re.compile(r"\.bytes-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\Z")
@@ -68,7 +68,7 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request is repeated before the store counts as failed."""
+    """How long a request is repeated, three times at least, before the store counts as failed."""
 
     total_s: float = 120.0
     first_pause_s: float = 0.2
@@ -398,7 +398,7 @@ class KvStore(SwappingStore):
             except (ValueError, TimeoutError) as error:
                 tries += 1
                 spent_s = time.monotonic() - begun
-                if not _passes(error) or spent_s + pause_s > PATIENCE.total_s:
+                if not _passes(error) or (tries >= 3 and spent_s + pause_s > PATIENCE.total_s):
                     self._fail(key, error, tries, spent_s)
                 _log.info("%s/%s: try %d: %s", self.location, key, tries, _text(error))
             time.sleep(pause_s * random.uniform(0.5, 1.0))

@@ -361,6 +361,7 @@ class Memory:
     def requests(self, act: Act, at: int = 0, *, carried_out: bool = False) -> Requests:
         """`act` on a manager whose store dies at a request, unless it gets through."""
         store = self.store()
+        store_kv._told.discard(store.location)  # each run is the first of its process
         requests = Requests(store._kv, at, carried_out=carried_out)
         store._opened = requests  # type: ignore[assignment]
         m = self.manager(store)
