@@ -52,7 +52,7 @@ class Outline:
             "leaves": [spec.to_json() for spec in self.specs],
             "empty": [node.to_json() for node in self.empties],
         }
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def look_at(tree: Any) -> tuple[Look, list[Any]] | None:

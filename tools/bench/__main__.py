@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,7 @@ def checkpoint(
 
     Exit codes: 0 done, 1 a side failed or restored wrong values, 2 wrong use.
     """
+    signal.signal(signal.SIGTERM, _stop)
     names = case or list(NAMES)
     for name in names:
         if name not in NAMES:
@@ -76,6 +78,11 @@ def checkpoint(
     else:
         console = Console()
         show(results, console if console.width >= WIDTH else Console(width=WIDTH))
+
+
+def _stop(number: int, _frame: object) -> None:
+    """Ended from outside: the worker is stopped and what was written is removed, as by Ctrl-C."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
