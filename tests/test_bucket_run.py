@@ -1,4 +1,4 @@
-"""A run in a bucket: the manager over real HTTP, with trouble, races, and deaths at every write."""
+"""A run in a bucket: the manager over real HTTP, with trouble and races."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 import tensorstore as ts
-from faulty_store import Died
+from bucket_runs import assert_same, save_steps, state_of
 from memory_source import Columns
 from s3_server import BUCKET, CUT, LOSE, TEAR, Proxy, s3_server, status
 
 import ckpt
 from ckpt import attempts, layout, store_kv
-from ckpt.reader import Reader
-from ckpt.store import FileStore, open_store
+from ckpt.store import open_store
 from ckpt.store_kv import KvStore
 from datapipe import Pipeline
 
@@ -52,26 +49,6 @@ def root(s3: Proxy) -> str:
 
 def manager(root: str, tmp_path: Path, **options: Any) -> ckpt.CheckpointManager:
     return ckpt.CheckpointManager(ckpt.Shared(root, **options), arena=tmp_path / "arena")
-
-
-def state_of(step: int) -> dict[str, Any]:
-    key = jax.random.fold_in(jax.random.key(3), step)
-    return {"w": jax.random.normal(key, (32, 16)), "b": np.full(7, step), "step": step}
-
-
-def assert_same(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.asarray(a).dtype == np.asarray(b).dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def save_steps(m: ckpt.CheckpointManager, steps: Iterable[int], data: Any = None) -> None:
-    for step in steps:
-        if data is not None:
-            next(data)
-        m.save(step, state_of(step), data=data)
-    m.wait_until_finished()
 
 
 def pipeline() -> Pipeline:
@@ -285,218 +262,3 @@ def test_of_attempts_that_start_at_once_each_has_a_number(root: str) -> None:
     for thread in threads:
         thread.join()
     assert sorted(numbers) == [1, 2, 3, 4]
-
-
-# --- death at every write ------------------------------------------------------------------------
-
-
-class Requests:
-    """A TensorStore KvStore that stops for ever at mutating request number `at`, counted from 1.
-
-    With `carried_out` that request still happens: only its answer is lost.
-    """
-
-    def __init__(self, inner: ts.KvStore, at: int = 0, *, carried_out: bool = False) -> None:
-        self.inner, self.at, self.carried_out = inner, at, carried_out
-        self.count = 0
-        self.dead = False
-        self._lock = threading.Lock()
-
-    def write(self, *args: Any, **options: Any) -> Any:
-        with self._lock:
-            self._must_live()
-            self.count += 1
-            self.dead = self.count == self.at
-            if not self.dead or self.carried_out:
-                future = self.inner.write(*args, **options)
-                future.result()
-        self._must_live()
-        return future
-
-    def read(self, *args: Any, **options: Any) -> Any:
-        self._must_live()
-        return self.inner.read(*args, **options)
-
-    def list(self, *args: Any) -> Any:
-        self._must_live()
-        return self.inner.list(*args)
-
-    def _must_live(self) -> None:
-        if self.dead:
-            raise Died(f"request {self.count}")
-
-
-SPEC = {"driver": "memory", "path": "run/"}
-KEEP_TWO = ckpt.Keep(last=2)
-
-
-class Memory:
-    """A bucket in memory, and managers on it."""
-
-    def __init__(self, tmp_path: Path, objects: dict[bytes, bytes] | None = None) -> None:
-        self.context = ts.Context()
-        self.tmp_path = tmp_path
-        self.tries = 0
-        kv = ts.KvStore.open(SPEC, context=self.context).result()
-        for key, value in (objects or {}).items():
-            kv.write(key, value).result()
-
-    def objects(self) -> dict[bytes, bytes]:
-        kv = ts.KvStore.open(SPEC, context=self.context).result()
-        return {key: kv.read(key).result().value for key in kv.list().result()}
-
-    def store(self) -> KvStore:
-        return KvStore("memory://run", SPEC, self.context)
-
-    def manager(
-        self, store: KvStore | None = None, keep: ckpt.Keep = KEEP_TWO
-    ) -> ckpt.CheckpointManager:
-        self.tries += 1
-        with mock.patch("ckpt.manager.open_store", return_value=store or self.store()):
-            return ckpt.CheckpointManager(
-                ckpt.Shared("memory://run", keep=keep),
-                arena=self.tmp_path / f"arena-{self.tries}",
-            )
-
-    def requests(self, act: Act, at: int = 0, *, carried_out: bool = False) -> Requests:
-        """`act` on a manager whose store dies at a request, unless it gets through."""
-        store = self.store()
-        store_kv._told.discard(store.location)  # each run is the first of its process
-        requests = Requests(store._kv, at, carried_out=carried_out)
-        store._opened = requests  # type: ignore[assignment]
-        m = self.manager(store)
-        try:
-            act(m)
-            m.close()
-        except Died:
-            assert requests.dead
-        finally:
-            abandon(m)
-        return requests
-
-
-Act = Callable[[ckpt.CheckpointManager], None]
-
-
-def abandon(m: ckpt.CheckpointManager) -> None:
-    """Leave a manager as a killed process does."""
-    if m._writer is not None:
-        m._writer._jobs.put(None)
-        m._writer._thread.join(60)
-    if m._arena is not None:
-        m._arena.close(remove=True)
-    m._closed = True
-
-
-def start_and_save(m: ckpt.CheckpointManager) -> None:
-    step = m.resume().step
-    save_steps(m, [step + 1, step + 2, step + 3])
-
-
-def rewind_and_save(m: ckpt.CheckpointManager) -> None:
-    m.rewind(2)
-    save_steps(m, [3, 4])
-
-
-# --- what lies there ------------------------------------------------------------------------------
-
-
-def test_fallback_past_damage(tmp_path: Path) -> None:
-    run = Memory(tmp_path)
-    with run.manager(keep=ckpt.Keep()) as m:
-        m.resume()
-        save_steps(m, range(1, 5))
-    store = run.store()
-    store.put("branch-1/4/commit_success.txt", b"torn")
-    store.delete("branch-1/3/state/d/a1-p0.image")
-    with run.manager(keep=ckpt.Keep()) as m:
-        restored = m.resume()
-        assert restored.step == 2
-        assert [lost.step for lost in restored.report.lost] == [4, 3]
-        assert_same(restored.state, state_of(2))
-        save_steps(m, [3])
-        assert m.all_steps() == [1, 2, 3]
-    # Nothing that is damaged was cleaned up.
-    assert store.exists("branch-1/3/manifest.json")
-    assert store.exists("branch-1/4/manifest.json")
-
-
-def test_a_run_that_was_copied_from_a_file_system(tmp_path: Path) -> None:
-    """Images in one piece, several attempts on one branch; it goes on in the bucket."""
-    for steps in ([1, 2], [3]):
-        with manager(str(tmp_path / "run"), tmp_path) as m:
-            m.resume()
-            save_steps(m, steps)
-    files, run = FileStore(tmp_path / "run"), Memory(tmp_path)
-    for key, _ in files.walk(""):
-        run.store().put(key, files.read(key))
-    with run.manager(keep=ckpt.Keep()) as m:
-        restored = m.resume()
-        assert_same(restored.state, state_of(3))
-        save_steps(m, [4])
-        assert m.all_steps() == [1, 2, 3, 4]
-    assert attempts.list_run(run.store()).damaged == ()
-
-
-# --- the scenarios -------------------------------------------------------------------------------
-
-
-SCENARIOS: dict[str, tuple[list[Act], Act]] = {
-    "a first start": ([], start_and_save),
-    "a second start, retention": ([start_and_save], start_and_save),
-    "a rewind": ([start_and_save], rewind_and_save),
-}
-
-
-def deaths(name: str, tmp_path: Path, every: int) -> int:
-    before, act = SCENARIOS[name]
-    memory = Memory(tmp_path)
-    for each in before:
-        memory.requests(each)
-    objects = memory.objects()
-    total = memory.requests(act).count
-    for at in range(1, total + 1, every):
-        for carried_out in (False, True):
-            run = Memory(tmp_path, objects)
-            before_death = max(Reader(run.store()).all_steps(), default=0)
-            what = f"{name}: request {at} of {total}, {carried_out=}"
-            requests = run.requests(act, at, carried_out=carried_out)
-            assert requests.dead, what
-            after_death(run, before_death if act is start_and_save else 2, what)
-    return total
-
-
-def after_death(run: Memory, at_least: int, what: str) -> None:
-    """The next attempt finds the newest step, leaves order behind, and can go on."""
-    with run.manager() as m:
-        restored = m.resume()
-        assert restored.step >= at_least, what
-        assert not restored.report.lost, what
-        if restored.step:
-            assert_same(restored.state, state_of(restored.step))
-        assert attempts.list_run(run.store()).remains == (), what
-        save_steps(m, [restored.step + 1])
-    listing = attempts.list_run(run.store())
-    assert listing.counting[-1].step == restored.step + 1, what
-    assert listing.damaged == (), what
-    assert listing.remains == (), what
-    for step in listing.steps:
-        assert_same(
-            ckpt.reader.load(run.store(), step, ckpt.reader.MISSING).state, state_of(step.step)
-        )
-    for key in run.objects():
-        branch, _, rest = key.decode().partition("/")
-        if branch.startswith("branch-"):
-            number = int(rest.split("/")[0])
-            assert any(step.step == number for step in listing.steps), f"{what}: left: {key!r}"
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_death_at_a_write(name: str, tmp_path: Path) -> None:
-    assert deaths(name, tmp_path, every=9) > 20
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_death_at_every_write(name: str, tmp_path: Path) -> None:
-    assert deaths(name, tmp_path, every=1) > 20
