@@ -33,7 +33,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import ml_dtypes
 import numpy as np
@@ -81,8 +81,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return _DTYPES[name]
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
+class ArraySpec(NamedTuple):  # made by the thousands
     """A global array as stored. `chunk_shape` divides `shape`; its entries are at least 1."""
 
     param: str
@@ -112,8 +111,7 @@ def _chunk_bytes(dtype: str, chunk_shape: tuple[int, ...]) -> int:
     return math.prod(chunk_shape) * dtype_of(dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
+class ShardSpec(NamedTuple):
     """A part of array number `array` that this process holds; made of whole chunks."""
 
     array: int

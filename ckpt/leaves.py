@@ -218,6 +218,9 @@ def differences(saved: Iterable[LeafSpec], wanted: Iterable[LeafSpec]) -> list[s
     differ by implementation and shape. Byte order, memory kind, weak type and sharding are no
     differences: the template decides them.
     """
+    saved, wanted = list(saved), list(wanted)
+    if len(saved) == len(wanted) and all(map(_equal, saved, wanted)):
+        return []
     found_by_name = {spec.name: spec for spec in saved}
     wanted_by_name = {spec.name: spec for spec in wanted}
     lines = []
@@ -226,6 +229,12 @@ def differences(saved: Iterable[LeafSpec], wanted: Iterable[LeafSpec]) -> list[s
         if found is None or want is None or not _agree(found, want):
             lines.append(f"{name}: wanted {want or 'nothing'}, found {found or 'nothing'}")
     return lines
+
+
+def _equal(found: LeafSpec, wanted: LeafSpec) -> bool:
+    """Whether they certainly agree; quick."""
+    same = found.name == wanted.name and found.kind == wanted.kind and found.dtype == wanted.dtype
+    return same and found.shape == wanted.shape and found.impl == wanted.impl
 
 
 def _agree(found: LeafSpec, wanted: LeafSpec) -> bool:

@@ -128,15 +128,16 @@ def _fast_put() -> _Put | None:
     It is private to jax, so it is used only after it did to some arrays what `device_put` does.
     """
     try:
-        from jax._src.interpreters.pxla import batched_device_put
+        from jax._src.lib import xla_client
 
         @functools.lru_cache(maxsize=4096)
         def aval(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
             return jax.core.ShapedArray(shape, dtype)
 
         def fast(buffer: np.ndarray, sharding: Any) -> jax.Array:
-            devices = sharding._device_assignment
-            return batched_device_put(aval(buffer.shape, buffer.dtype), sharding, [buffer], devices)
+            kind = aval(buffer.shape, buffer.dtype)
+            devices = list(sharding._device_assignment)
+            return xla_client.batched_device_put(kind, sharding, [buffer], devices, True)
 
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[-1])
         for sample in (np.arange(6.0, dtype=np.float32).reshape(2, 3), np.array(7, np.int32)):

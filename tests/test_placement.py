@@ -90,26 +90,28 @@ def test_arrays_from_the_private_call_can_be_donated_and_deleted() -> None:
 def test_a_jax_without_the_call_or_with_another_takes_the_public_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client
 
     buffer = np.arange(4, dtype=np.int32)
     wanted = SingleDeviceSharding(jax.devices()[1])
-    right = pxla.batched_device_put
+    right = xla_client.batched_device_put
 
     def missing(*_: Any, **__: Any) -> Any:
         raise TypeError("no such argument")
 
-    def wrong_values(aval: Any, sharding: Any, xs: Any, devices: Any) -> Any:
-        return right(aval, sharding, [x + 1 for x in xs], devices)
+    def wrong_values(aval: Any, sharding: Any, xs: Any, *rest: Any, **more: Any) -> Any:
+        return right(aval, sharding, [x + 1 for x in xs], *rest, **more)
 
-    def wrong_commitment(aval: Any, sharding: Any, xs: Any, devices: Any) -> Any:
-        return right(aval, sharding, xs, devices, False)
+    def wrong_commitment(
+        aval: Any, sharding: Any, xs: Any, devices: Any, _: Any, **more: Any
+    ) -> Any:
+        return right(aval, sharding, xs, devices, False, **more)
 
     for other in (missing, wrong_values, wrong_commitment):
-        monkeypatch.setattr(pxla, "batched_device_put", other)
+        monkeypatch.setattr(xla_client, "batched_device_put", other)
         placement._fast_put.cache_clear()
         assert placement._fast_put() is None
-        monkeypatch.setattr(pxla, "batched_device_put", right)  # device_put itself calls it
+        monkeypatch.setattr(xla_client, "batched_device_put", right)  # device_put itself calls it
         (array,) = placement.put([buffer], [wanted])
         assert array.sharding == wanted
         assert (array == jnp.arange(4)).all()

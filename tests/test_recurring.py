@@ -15,8 +15,9 @@ import pytest
 
 from ckpt import btree, commit, layout, snapshot, tree
 from ckpt.arena import Arena
-from ckpt.errors import Misuse, Unsupported
+from ckpt.errors import Damaged, Misuse, Unsupported
 from ckpt.image import Header
+from ckpt.leaves import LeafSpec, each_from_json
 from ckpt.outline import Outline
 from ckpt.recurring import Template
 
@@ -242,3 +243,59 @@ def test_what_is_refused_is_refused_after_a_good_tree_too(arena: Arena) -> None:
     good["y"].delete()
     with pytest.raises(Misuse, match="leaf y: the array is deleted"):
         header_of(good, 2, arena, plan)
+
+
+# --- leaves of one kind, checked once --------------------------------------------------------
+
+
+def entries() -> list[dict[str, Any]]:
+    """Leaves as a file has them: the first two differ by name only."""
+    values = {f"w{i}": jnp.zeros((1, 2)) for i in range(3)} | {"n": 3, "s": "text"}
+    return json.loads(outline(values).record)["leaves"]
+
+
+def test_specs_read_together_are_those_read_one_by_one() -> None:
+    flat = tree.flatten(state(1))
+    listed = json.loads(flat.outline.record)["leaves"] * 2
+    found = list(each_from_json(listed))
+    assert found == [LeafSpec.from_json(entry) for entry in listed]
+    assert tuple(found[: len(found) // 2]) == flat.specs
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 3},
+        {"param": None},
+        {"keys": [["a", 3]]},
+        {"keys": [["a", True]]},
+        {"keys": "a"},
+        {"keys": [3]},
+        {"shape": [1, -2]},
+        {"shape": [[1], 2]},
+        {"shape": {"1": 2}},
+        {"shape": None},
+        {"kind": "none"},
+        {"kind": ["jax"]},
+        {"dtype": "float33"},
+        {"dtype": 3},
+        {"storage_shape": [2, 1]},
+        {"storage_dtype": "int8"},
+        {"committed": 0},
+        {"orbax": "yes"},
+        {"more": 1},
+    ],
+)
+def test_a_hostile_leaf_among_good_ones_is_refused(change: dict[str, Any], number: int) -> None:
+    listed = entries()
+    listed[number].update(change)
+    with pytest.raises((Damaged, Unsupported)):
+        list(each_from_json(listed))
+
+
+def test_what_is_equal_but_of_another_type_does_not_get_in() -> None:
+    listed = entries()
+    listed[1]["shape"] = listed[1]["storage_shape"] = [True, 2.0]
+    found = list(each_from_json(listed))
+    assert [type(n) for n in (*found[1].shape, *(found[1].storage_shape or ()))] == [int] * 4
