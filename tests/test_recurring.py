@@ -282,7 +282,7 @@ def test_specs_read_together_are_those_read_one_by_one() -> None:
         {"dtype": 3},
         {"storage_shape": [2, 1]},
         {"storage_dtype": "int8"},
-        {"committed": 0},
+        {"committed": 7},
         {"orbax": "yes"},
         {"more": 1},
     ],
