@@ -323,7 +323,7 @@ def test_index_refuses_incomplete_and_contradicting_images() -> None:
     with pytest.raises(Damaged, match=twice):
         index([*headers[:2], swapped], PATHS_OF_IMAGES)
 
-    other = make_image((replace(ARRAYS[0], dtype="int32"), *ARRAYS[1:]), SHARDS[2])[0]
+    other = make_image((ARRAYS[0]._replace(dtype="int32"), *ARRAYS[1:]), SHARDS[2])[0]
     with pytest.raises(
         Damaged, match=r"array 'w': wanted the same in every image, found .*float32"
     ):

@@ -296,6 +296,6 @@ def test_a_hostile_leaf_among_good_ones_is_refused(change: dict[str, Any], numbe
 
 def test_what_is_equal_but_of_another_type_does_not_get_in() -> None:
     listed = entries()
-    listed[1]["shape"] = listed[1]["storage_shape"] = [True, 2.0]
+    listed[3]["shape"] = listed[3]["storage_shape"] = [True, 2.0]
     found = list(each_from_json(listed))
-    assert [type(n) for n in (*found[1].shape, *(found[1].storage_shape or ()))] == [int] * 4
+    assert [type(n) for n in (*found[3].shape, *(found[3].storage_shape or ()))] == [int] * 4
