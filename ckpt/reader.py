@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from ckpt import attempts, layout, states
+from ckpt import attempts, layout, publishing, states
 from ckpt.attempts import Listing
-from ckpt.errors import Damaged, Misuse, NotFound
+from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.lineage import Skips, StepId, choose, counting
 from ckpt.processes import Matter, here, of_tree
 from ckpt.publishing import read_marker
@@ -21,6 +21,7 @@ from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
 from ckpt.store import FileStore, Store, open_store
 
 Json = Any
+_ROUNDS = 20
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "no template"})()
 """Stands for `like` not given: None is a tree, too."""
 
@@ -174,6 +175,19 @@ class Reader:
             return self._restore(matter, step, like, data)
 
     def _restore(self, matter: Matter, step: int | None, like: Any, data: Any) -> Restored:
+        for number in range(_ROUNDS):
+            restored = self._round(matter, number, step, like, data)
+            if restored is not None:
+                return restored
+        raise StoreFailed(
+            f"{self.store.location}: {_ROUNDS} times the step to read was deleted meanwhile; let "
+            "its trainer keep more steps (Keep(last=)), or pin one"
+        )
+
+    def _round(
+        self, matter: Matter, number: int, step: int | None, like: Any, data: Any
+    ) -> Restored | None:
+        """What one listing leads to; None when a trainer has deleted what it lists."""
         listing = self.listing()
         found = counting(listing.lineage, listing.steps)
         if step is not None:
@@ -183,22 +197,26 @@ class Reader:
             raise NotFound(nothing_there(self.store, listing))
         lost: list[Lost] = []
         head = listing.head
-        named = matter.decide("steps", lambda: [layout.emit_step_id(each) for each in found])
+        what = f"{number}: steps"
+        named = matter.decide(what, lambda: [layout.emit_step_id(each) for each in found])
         where = f"{self.store.location}: steps of process 0"
         for candidate in (layout.parse_step_id(each, where) for each in reversed(named)):
             assert candidate is not None
+            what = f"{number}: step {candidate.step}"
             try:
-                restored = matter.vote(
-                    f"step {candidate.step}", functools.partial(load, self.store, candidate, like)
-                )
+                restored = matter.vote(what, functools.partial(load, self.store, candidate, like))
             except Damaged as error:
+                stands = functools.partial(publishing.of(self.store).stands, candidate)
+                if not matter.decide(f"{what} stands", stands):
+                    return None
                 if step is not None:
                     raise
                 lost.append(Lost(candidate.step, str(error)))
                 continue
             skips = head.skips if head is not None else {}
             with states.kept_on_error(data):
-                matter.vote("data", functools.partial(position, self.store, candidate, data, skips))
+                place = functools.partial(position, self.store, candidate, data, skips)
+                matter.vote(f"{number}: data", place)
             return with_report(restored, lost=tuple(with_damaged(lost, listing, restored, step)))
         raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
 

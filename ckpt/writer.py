@@ -183,6 +183,7 @@ class Writer:
         with self._processes.matter(matter_of(step), self._timeout_s) as matter:
             with self._explained(step):
                 try:
+                    attempts.look(self._store, step.attempt)
                     data = job.slot.buffer[: job.header.size_bytes]
                     commit.write_image(self._store, making, job.header, data)
                 finally:

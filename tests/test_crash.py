@@ -29,7 +29,7 @@ from ckpt import layout
 from ckpt.errors import CheckpointError, Misuse, StoreFailed, Superseded
 from ckpt.lineage import StepId
 from ckpt.manager import CheckpointManager, Shared
-from ckpt.reader import Reader, Restored
+from ckpt.reader import MISSING, Reader, Restored
 from ckpt.retention import Best, Keep
 from ckpt.store import FileStore
 
@@ -381,6 +381,7 @@ def test_the_next_attempt_dies_as_well(name: str, place: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_next_attempt_dies_at_every_write(name: str, place: Path) -> None:
     scenario = SCENARIOS[name]
@@ -624,3 +625,57 @@ def test_steps_of_orbax_are_not_ours_to_delete(place: Path) -> None:
         with pytest.raises(Misuse, match="step 1 was written by Orbax"):
             manager.delete(1)
     assert (run.root / "1/default").is_dir()
+
+
+def test_a_reader_outruns_no_retention(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was listed is deleted before it is read, as the trainer saves on."""
+    run = saved(place, 1, Keep(last=1))
+    rows, real = Rows(), ckpt.reader.load
+    saves = iter([2, 3, 4])
+    with run.manager() as manager:
+        manager.resume(data=rows)
+
+        def load(*args: Any) -> Restored:
+            if step := next(saves, None):
+                run.save(manager, step, 100 + step, rows)
+                while manager.all_steps() != [step]:
+                    time.sleep(0.001)  # retention comes a moment after the acknowledgement
+            return real(*args)
+
+        monkeypatch.setattr("ckpt.reader.load", load)
+        found = ckpt.restore(run.location)
+        assert (found.step, found.state["tag"], found.report.lost) == (4, 104, ())
+        monkeypatch.undo()
+
+        saves = iter([5])
+        check = ckpt.verification.verify_step
+
+        def verify_step(*args: Any, **options: Any) -> Any:
+            load(*args[:2], MISSING) if next(again, None) else None
+            return check(*args, **options)
+
+        again = iter([1])
+        real = mock.Mock()
+        monkeypatch.setattr("ckpt.verification.verify_step", verify_step)
+        report = ckpt.verify(run.location)
+        assert (report.intact, report.steps) == (True, ())
+        assert ckpt.verify(run.location).steps[0].intact
+
+
+def test_a_superseded_writer_leaves_nothing(place: Path) -> None:
+    """It has lost the run before it began to write: it does not even begin."""
+    run = saved(place, 1)
+    old, rows = run.manager(), Rows()
+    old.resume(data=rows)
+    with run.manager() as new:
+        new.resume()
+        rows.take()
+        pending = old.save(2, state_of(102), data=rows)
+        assert pending is not None
+        with pytest.raises(Superseded, match=r"attempt 2 no longer owns the run: attempt 3"):
+            pending.wait()
+        assert not list(run.root.glob("branch-1/2.orbax-checkpoint-tmp-a2"))
+    with pytest.raises(Superseded):
+        old.rewind(1)
+    old.close()
+    assert len(list(run.root.glob("attempts/*.from.json"))) == 3

@@ -241,6 +241,7 @@ def test_a_flipped_bit_in_any_byte_of_any_file(step: Step) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_every_bit_of_every_file(step: Step) -> None:
     for name in step.files():
         padding = step.padding(name)

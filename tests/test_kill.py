@@ -316,6 +316,7 @@ def test_thirty_kills(root: Path, nursery: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", range(10))
 def test_a_hundred_kills(root: Path, nursery: subprocess.Popen[str], number: int) -> None:
     drill(root, nursery, SEED + 1 + number, 100)
