@@ -19,6 +19,7 @@ import xxhash
 from ckpt.grid import CRC_BYTES, Places, is_range
 
 _PIECE_BYTES = 512 * 1024
+_STRETCH_BYTES = 64 * 1024  # gathered in passing: in cache, and nothing that a thread's heap keeps
 _RUN_BYTES = 4 * 2**20  # of small chunks, for one thread: they hold the GIL most of the time
 
 
@@ -64,7 +65,8 @@ class _Sink:
             row, kind = rows[at], sources[at].dtype
             size, room = self.nbytes[row], self.room[row]
             stop, place = at + 1, self.start[row] + room
-            while stop < len(rows) and sources[stop].dtype is kind:
+            end = min(len(rows), at + max(1, _STRETCH_BYTES // size))
+            while stop < end and sources[stop].dtype is kind:
                 after = rows[stop]
                 if after - row != stop - at or self.start[after] != place:
                     break
