@@ -48,7 +48,7 @@ def to_json(results: Sequence[Result]) -> dict[str, Any]:
     return {**environment(), "cases": [result.to_json() for result in results]}
 
 
-WIDTH = 140
+WIDTH = 170
 """Columns that a table needs."""
 
 
