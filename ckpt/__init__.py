@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt.errors import StoreFailed as StoreFailed
     from ckpt.errors import Superseded as Superseded
     from ckpt.errors import Unsupported as Unsupported
+    from ckpt.fit import Fit as Fit
     from ckpt.manager import CheckpointManager as CheckpointManager
     from ckpt.manager import Shared as Shared
     from ckpt.oneshot import metadata as metadata
@@ -42,6 +43,7 @@ _HOMES = {
         "AlreadyExists CheckpointError Damaged InUse Mismatch Misuse NotFound PeerFailed "
         "StoreFailed Superseded Unsupported"
     ),
+    "fit": "Fit",
     "manager": "CheckpointManager Shared",
     "oneshot": "metadata open pin restore rewind save unpin",
     "reader": "Restored",

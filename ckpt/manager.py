@@ -18,6 +18,7 @@ from ckpt import commit, layout, snapshot, states, tree
 from ckpt.arena import Arena, default_directory, remove_stale
 from ckpt.environment import environment
 from ckpt.errors import CheckpointError, Misuse, Superseded
+from ckpt.fit import EXACT, Fit
 from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
 from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
@@ -146,7 +147,12 @@ class CheckpointManager:
     # --- starting -------------------------------------------------------------------------
 
     def resume(
-        self, like: Any = MISSING, data: Any = None, *, must_exist: bool = False
+        self,
+        like: Any = MISSING,
+        data: Any = None,
+        *,
+        must_exist: bool = False,
+        fit: Fit = EXACT,
     ) -> Restored:
         """Go on from the newest intact step; a run without steps starts fresh with step 0.
 
@@ -155,6 +161,7 @@ class CheckpointManager:
 
         Args:
             must_exist: a run without steps is an error.
+            fit: what may differ between `like` and what was saved.
 
         Raises:
             NotFound: `must_exist`, and nothing is there.
@@ -162,10 +169,15 @@ class CheckpointManager:
             Mismatch: the step is not what `like` says. Nothing was changed.
             InUse, StoreFailed, PeerFailed, Superseded.
         """
-        return self._start(Wish("resume", None, like, data, must_exist=must_exist))
+        return self._start(Wish("resume", None, like, data, must_exist=must_exist, fit=fit))
 
     def restore(
-        self, step: int | None = None, *, like: Any = MISSING, data: Any = None
+        self,
+        step: int | None = None,
+        *,
+        like: Any = MISSING,
+        data: Any = None,
+        fit: Fit = EXACT,
     ) -> Restored:
         """Go on from a step of the lineage: the newest intact one, or exactly `step`.
 
@@ -173,7 +185,7 @@ class CheckpointManager:
         nothing.
         """
         number = None if step is None else check_step_number(step)
-        return self._start(Wish("restore", number, like, data, must_exist=True))
+        return self._start(Wish("restore", number, like, data, must_exist=True, fit=fit))
 
     def rewind(
         self,

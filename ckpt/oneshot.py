@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt import layout
 from ckpt.errors import Misuse
+from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId
 from ckpt.processes import Alone
 from ckpt.reader import (
@@ -55,7 +56,12 @@ def save(
 
 
 def restore(
-    location: Location, like: Any = MISSING, *, step: int | None = None, data: Any = None
+    location: Location,
+    like: Any = MISSING,
+    *,
+    step: int | None = None,
+    data: Any = None,
+    fit: Fit = EXACT,
 ) -> Restored:
     """Restore a run's newest intact step, one of its steps, or a step by its own path.
 
@@ -66,10 +72,10 @@ def restore(
     """
     place = resolve(location)
     if place.step is None:
-        return Reader(place.store).restore(step, like=like, data=data)
+        return Reader(place.store).restore(step, like=like, data=data, fit=fit)
     if step is not None and step != place.step.step:
         raise Misuse(f"{location}: is step {place.step.step}; step={step} was asked for")
-    return Reader(place.store).restore_step(place.step, like=like, data=data)
+    return Reader(place.store).restore_step(place.step, like=like, data=data, fit=fit)
 
 
 def metadata(location: Location, *, step: int | None = None) -> Metadata:

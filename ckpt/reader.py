@@ -13,6 +13,7 @@ from typing import Any, final
 from ckpt import attempts, layout, publishing, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
+from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId, choose, counting
 from ckpt.processes import Matter, here, of_tree
 from ckpt.publishing import read_marker
@@ -24,6 +25,14 @@ Json = Any
 _ROUNDS = 20
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "no template"})()
 """Stands for `like` not given: None is a tree, too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """What is to come out of a restore: a tree, and what may differ from it."""
+
+    like: Any = MISSING
+    fit: Fit = EXACT
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,12 @@ class Reader:
         return found
 
     def restore(
-        self, step: int | None = None, *, like: Any = MISSING, data: Any = None
+        self,
+        step: int | None = None,
+        *,
+        like: Any = MISSING,
+        data: Any = None,
+        fit: Fit = EXACT,
     ) -> Restored:
         """A step of the lineage; without a number the newest that is intact.
 
@@ -164,6 +178,7 @@ class Reader:
             like: the tree to restore into: structure, dtypes, shapes and shardings, given by
                 arrays or `jax.ShapeDtypeStruct`. Without it exactly what was saved, on the host.
             data: iterators to position.
+            fit: what may differ between `like` and what was saved.
 
         If `like` lies on devices of several processes, all of them must call this, and all get the
         same step or an error.
@@ -172,11 +187,11 @@ class Reader:
             NotFound, Damaged, Mismatch, StoreFailed, PeerFailed.
         """
         with of_tree(self.store.location, like).matter("restore") as matter:
-            return self._restore(matter, step, like, data)
+            return self._restore(matter, step, Template(like, fit), data)
 
-    def _restore(self, matter: Matter, step: int | None, like: Any, data: Any) -> Restored:
+    def _restore(self, matter: Matter, step: int | None, template: Template, data: Any) -> Restored:
         for number in range(_ROUNDS):
-            restored = self._round(matter, number, step, like, data)
+            restored = self._round(matter, number, step, template, data)
             if restored is not None:
                 return restored
         raise StoreFailed(
@@ -185,7 +200,7 @@ class Reader:
         )
 
     def _round(
-        self, matter: Matter, number: int, step: int | None, like: Any, data: Any
+        self, matter: Matter, number: int, step: int | None, template: Template, data: Any
     ) -> Restored | None:
         """What one listing leads to; None when a trainer has deleted what it lists."""
         listing = self.listing()
@@ -204,7 +219,8 @@ class Reader:
             assert candidate is not None
             what = f"{number}: step {candidate.step}"
             try:
-                restored = matter.vote(what, functools.partial(load, self.store, candidate, like))
+                read = functools.partial(load, self.store, candidate, template)
+                restored = matter.vote(what, read)
             except Damaged as error:
                 stands = functools.partial(publishing.of(self.store).stands, candidate)
                 if not matter.decide(f"{what} stands", stands):
@@ -220,10 +236,12 @@ class Reader:
             return with_report(restored, lost=tuple(with_damaged(lost, listing, restored, step)))
         raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
 
-    def restore_step(self, step: StepId, *, like: Any = MISSING, data: Any = None) -> Restored:
+    def restore_step(
+        self, step: StepId, *, like: Any = MISSING, data: Any = None, fit: Fit = EXACT
+    ) -> Restored:
         """One committed step, whether it belongs to the lineage or not. Raises as `restore`."""
         with of_tree(self.store.location, like).matter("restore") as matter:
-            restored = matter.vote("step", lambda: load(self.store, step, like))
+            restored = matter.vote("step", lambda: load(self.store, step, Template(like, fit)))
             with states.kept_on_error(data):
                 matter.vote("data", lambda: position(self.store, step, data, {}))
         return restored
@@ -257,7 +275,7 @@ def position(store: Store, step: StepId, data: Any, skips: Skips) -> None:
         states.put(data, saved, skips, process=index, processes=count, where=where)
 
 
-def load(store: Store, step: StepId, like: Any) -> Restored:
+def load(store: Store, step: StepId, template: Template) -> Restored:
     """Read and verify one committed step.
 
     Raises:
@@ -266,15 +284,15 @@ def load(store: Store, step: StepId, like: Any) -> Restored:
     """
     begun = time.monotonic()
     if step.attempt == 0:
-        return _load_orbax(store, step, like, begun)
+        return _load_orbax(store, step, template, begun)
     from ckpt.reading import read_tree
 
     try:
         opened = open_step(store, step)
     except NotFound as error:
         raise Damaged(f"{store.location}: {step} was listed and is gone: {error}") from error
-    given = like is not MISSING
-    state, read = read_tree(opened, like if given else None, given=given)
+    like, given = template.like, template.like is not MISSING
+    state, read = read_tree(opened, like if given else None, given=given, fit=template.fit)
     manifest = opened.manifest
     report = RestoreReport(
         step,
@@ -292,13 +310,15 @@ def load(store: Store, step: StepId, like: Any) -> Restored:
     )
 
 
-def _load_orbax(store: Store, step: StepId, like: Any, begun: float) -> Restored:
+def _load_orbax(store: Store, step: StepId, template: Template, begun: float) -> Restored:
     from ckpt.orbax_trees import restore_tree
 
     if not isinstance(store, FileStore):
         raise Misuse(f"{store.location}: steps of Orbax are read from file systems only")
+    if template.fit != EXACT:
+        raise Misuse(f"{store.location}: {step} is Orbax's; `fit` is for steps of ours")
     path = Path(store.location) / str(step.step)
-    state = restore_tree(path, like, given=like is not MISSING)
+    state = restore_tree(path, template.like, given=template.like is not MISSING)
     return Restored(step.step, state, report=RestoreReport(step, seconds=time.monotonic() - begun))
 
 

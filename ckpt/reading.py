@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from ckpt import collector, dtypes, leaves, placement, tree
 from ckpt.arrays import Report, Request, read_arrays
 from ckpt.errors import Mismatch
+from ckpt.fit import EXACT, Fit, pair
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec, logical_view
 from ckpt.steps import OpenStep
@@ -31,11 +32,13 @@ class _Want(NamedTuple):
     on_device: bool
 
 
-def read_tree(step: OpenStep, like: Any = None, *, given: bool = False) -> tuple[Any, Report]:
+def read_tree(
+    step: OpenStep, like: Any = None, *, given: bool = False, fit: Fit = EXACT
+) -> tuple[Any, Report]:
     """The tree of a step.
 
     Without a template (`given` false): exactly the structure that was saved, on the host. With
-    one: its structure, its shardings; every leaf verified.
+    one: its structure, its shardings, with what `fit` allows; every leaf verified.
 
     Raises:
         Mismatch: saved and wanted trees differ; all differences are listed.
@@ -43,25 +46,39 @@ def read_tree(step: OpenStep, like: Any = None, *, given: bool = False) -> tuple
         Unsupported: without a template, a class of the structure is not loaded here.
     """
     with collector.waiting():
-        return _read_tree(step, like, given=given)
+        return _read_tree(step, like, fit, given=given)
 
 
-def _read_tree(step: OpenStep, like: Any, *, given: bool) -> tuple[Any, Report]:
+def _read_tree(step: OpenStep, like: Any, fit: Fit, *, given: bool) -> tuple[Any, Report]:
     if not given:
         wants = [_Want(spec, spec, None, None, False) for spec in step.leaves]
         values, report = _read(step, wants)
         return tree.unflatten(step.structure, values), report
     flat = tree.flatten(like, abstract=True)
-    wrong = leaves.differences(step.leaves, flat.specs)
-    if wrong:
-        raise Mismatch(
-            f"{step.store.location}/{step.prefix}: the saved tree is not the one in `like`", wrong
-        )
-    saved = {spec.name: spec for spec in step.leaves}
-    targets = zip(flat.specs, flat.values, strict=True)
-    wants = [_want(saved[target.name], target, value) for target, value in targets]
-    values, report = _read(step, wants)
+    pairing = pair(step.leaves, flat.specs, fit)
+    where = f"{step.store.location}/{step.prefix}"
+    if pairing.differences:
+        raise Mismatch(f"{where}: the saved tree is not the one in `like`", pairing.differences)
+    values = list(flat.values)
+    read = [i for i, target in enumerate(flat.specs) if target.name in pairing.saved]
+    if len(read) < len(values):
+        _must_have_values(flat, pairing.saved, where)
+    wants = [_want(pairing.saved[flat.specs[i].name], flat.specs[i], values[i]) for i in read]
+    found, report = _read(step, wants)
+    for i, value in zip(read, found, strict=True):
+        values[i] = value
     return tree.with_values(like, flat.specs, values), report
+
+
+def _must_have_values(flat: tree.Flat, restored: Mapping[str, LeafSpec], where: str) -> None:
+    """Leaves that are not restored keep the values of the template, so it must have them."""
+    bare = [
+        f"{spec.name}: wanted an array, found {spec} without values"
+        for spec, value in zip(flat.specs, flat.values, strict=True)
+        if spec.name not in restored and isinstance(value, jax.ShapeDtypeStruct)
+    ]
+    if bare:
+        raise Mismatch(f"{where}: leaves that are not restored need values in `like`", bare)
 
 
 def _want(saved: LeafSpec, target: LeafSpec, value: Any) -> _Want:
@@ -73,10 +90,18 @@ def _want(saved: LeafSpec, target: LeafSpec, value: Any) -> _Want:
     # Devices may lack the dtype in which these bytes are stored, or hold it differently.
     direct = (
         sharding is not None
+        and not _is_cast(saved, target)
         and saved.storage_dtype is not None
         and (target.kind == "key" or not dtypes.is_reinterpreted(saved.dtype))
     )
     return _Want(saved, target, sharding if direct else None, sharding, True)
+
+
+def _is_cast(saved: LeafSpec, target: LeafSpec) -> bool:
+    """Is the array to be converted, not only seen in another byte order?"""
+    return {saved.kind, target.kind} <= leaves.ARRAYS and saved.dtype.removeprefix(
+        ">"
+    ) != target.dtype.removeprefix(">")
 
 
 def _read(step: OpenStep, wants: Sequence[_Want]) -> tuple[list[Any], Report]:
@@ -106,6 +131,9 @@ def _build(want: _Want, array: Any) -> Any:
     saved, target = want.saved, want.target
     if want.sharding is not None:
         return jax.random.wrap_key_data(array, impl=target.impl) if target.kind == "key" else array
+    if _is_cast(saved, target):
+        cast = logical_view(array, saved).astype(dtypes.parse(target.dtype))
+        return cast[()] if target.kind == "numpy_scalar" else cast
     if not want.on_device:
         return revive(array, _as(saved, target))
     if target.kind == "key":

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt import attempts, commit, layout, publishing, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
+from ckpt.fit import EXACT, Fit
 from ckpt.lineage import (
     Decision,
     Kind,
@@ -33,6 +34,7 @@ from ckpt.reader import (
     Lost,
     Restored,
     RestoreReport,
+    Template,
     every_step_damaged,
     load,
     nothing_there,
@@ -63,6 +65,7 @@ class Wish:
     """Examples to skip, when they are known already."""
     reason: str = ""
     guard: Json = None
+    fit: Fit = EXACT
     load_values: bool = True
     """False: the step is verified, chunk by chunk, and nothing is built from it."""
 
@@ -244,7 +247,7 @@ class Start:
 
     def _read(self, step: StepId, wish: Wish) -> Restored:
         if wish.load_values or not step.attempt:
-            return load(self.store, step, wish.like)
+            return load(self.store, step, Template(wish.like, wish.fit))
         try:
             damage = check_step(self.store, step)
         except NotFound as error:

@@ -15,6 +15,7 @@ def test_exported_names() -> None:
         "CheckpointError",
         "CheckpointManager",
         "Damaged",
+        "Fit",
         "InUse",
         "Keep",
         "Mismatch",
