@@ -184,7 +184,8 @@ def _share(value: np.ndarray | jax.Array, param: str) -> _Share:
     except ValueError as error:
         raise Unsupported(f"{param}: an uneven sharding of {shape} cannot be saved") from error
     if not value.addressable_shards:
-        owners = {device.process_index for device in value.sharding.device_set}
+        devices: set[Any] = value.sharding.device_set
+        owners = {device.process_index for device in devices}
         if len(owners) == 1:
             # There it looks like an array that each process has for itself, which process 0 writes.
             raise Unsupported(
