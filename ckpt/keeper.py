@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from ckpt import attempts, commit, layout, retention
@@ -53,8 +53,7 @@ class Keeper:
     def doomed(self, line: Lineage) -> list[StepId]:
         """The steps of a lineage that may go now."""
         found = counting(line, attempts.list_run(self._store).steps)
-        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
-        pinned = [step for step in found if (step.branch, step.step) in pins]
+        pinned = self._pinned(found)
         metrics: dict[int, Mapping[str, float]] = {}
         if self._keep.best is not None:
             for step in found:
@@ -66,6 +65,26 @@ class Keeper:
                     _log.warning("%s: retention keeps %s: %s", self._store.location, step, error)
                     pinned.append(step)
         return retention.doomed(self._keep, line, found, metrics=metrics, pinned=pinned)
+
+    def why_kept(self, step: StepId, line: Lineage) -> str | None:
+        """Why not even the user may delete a step; None when nothing is against it."""
+        found = counting(line, attempts.list_run(self._store).steps)
+        if step == found[-1]:
+            return "is the newest of the run; rewind() before deleting it"
+        if not step.attempt:
+            return "was written by Orbax, and is not ours to delete"
+        if self._pinned([step]):
+            return "is pinned; ckpt.unpin() it before deleting it"
+        if step in retention.fork_points(line, found):
+            return (
+                f"is where branch {line[0].branch} forked, which has fewer than two steps; save "
+                "another one before deleting it"
+            )
+        return None
+
+    def _pinned(self, steps: Sequence[StepId]) -> list[StepId]:
+        pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}
+        return [step for step in steps if (step.branch, step.step) in pins]
 
     def _note(self, event: dict[str, Any], attempt: int) -> None:
         """A line in the log of the attempt; nothing depends on it."""

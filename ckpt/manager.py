@@ -375,7 +375,13 @@ class CheckpointManager:
         self._raise_background_errors()
 
     def delete(self, step: int) -> None:
-        """Delete a step of the lineage. The newest cannot be deleted: rewind first."""
+        """Delete a step of the lineage.
+
+        Raises:
+            NotFound: no such step.
+            Misuse: it is the newest, pinned, written by Orbax, or the one to go back to while the
+                branch that forked there has fewer than two steps.
+        """
         step = check_step_number(step)
         with self._matter() as matter:
             self._must_be_open()
@@ -383,13 +389,10 @@ class CheckpointManager:
             matter.decide("deleted", lambda: self._delete(step, attempt))
 
     def _delete(self, step: int, attempt: Started) -> None:
-        listing = self._reader.listing()
-        found = choose(attempt.line, listing.steps, step)
-        newest = choose(attempt.line, listing.steps)
-        if found == newest or found is None:
-            raise Misuse(f"step {step} is the newest of the run; rewind() before deleting it")
-        if not found.attempt:
-            raise Misuse(f"step {step} was written by Orbax, and is not ours to delete")
+        found = choose(attempt.line, self._reader.listing().steps, step)
+        assert found is not None
+        if why := self._keeper.why_kept(found, attempt.line):
+            raise Misuse(f"step {step} {why}")
         commit.delete_step(self._store, found, owner=attempt.number)
 
     def close(self) -> None:

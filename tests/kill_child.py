@@ -65,10 +65,10 @@ KEPT = 3
 class Trainer:
     """One life, between a start and a kill."""
 
-    def __init__(self, root: str, acks: str, seed: int) -> None:
+    def __init__(self, root: str, arena: str, acks: str, seed: int) -> None:
         self.rng = random.Random(seed)
         self.acks = os.open(acks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self.manager = CheckpointManager(Shared(root, keep=Keep(last=KEPT)))
+        self.manager = CheckpointManager(Shared(root, keep=Keep(last=KEPT)), arena=arena)
         self.rows = Rows()
         self.step = self.digest = 0
 
@@ -124,9 +124,9 @@ class Trainer:
         self.say("rewound", step=to, skips=self.rows.skips)
 
 
-def train(root: str, acks: str, seed: int, rounds: int, errors: str) -> int:
+def train(root: str, arena: str, acks: str, seed: int, rounds: int, errors: str) -> int:
     try:
-        trainer = Trainer(root, acks, seed)
+        trainer = Trainer(root, arena, acks, seed)
         trainer.start()
         trainer.run(rounds)
         trainer.manager.close()

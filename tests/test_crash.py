@@ -615,6 +615,30 @@ def test_a_run_whose_steps_are_gone_is_not_begun_anew(place: Path) -> None:
                 manager.resume(must_exist=must_exist)
 
 
+def test_what_must_not_be_deleted_is_not(place: Path) -> None:
+    run = saved(place, 3)
+    ckpt.pin(run.location, 2)
+    with run.manager() as manager:
+        manager.resume()
+        with pytest.raises(Misuse, match=r"step 3 is the newest of the run; rewind\(\)"):
+            manager.delete(3)
+        with pytest.raises(Misuse, match=r"step 2 is pinned; ckpt\.unpin\(\) it"):
+            manager.delete(2)
+        ckpt.unpin(run.location, 2)
+        with pytest.raises(ckpt.NotFound, match="step 7 is not in the lineage"):
+            manager.delete(7)
+        manager.rewind(2)
+        for step in (3, 4):
+            pending = manager.save(step, state_of(200 + step))
+            assert pending is not None
+            pending.wait()
+            if step == 3:
+                with pytest.raises(Misuse, match="step 2 is where branch 3 forked, which has few"):
+                    manager.delete(2)
+        manager.delete(2)
+        assert manager.all_steps() == [1, 3, 4]
+
+
 def test_steps_of_orbax_are_not_ours_to_delete(place: Path) -> None:
     run = Run(place).begin()
     for step in (1, 2):
