@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -363,6 +364,23 @@ def of_tree(location: str, tree: Any) -> Processes:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     together = any(each is not None and not each.is_fully_addressable for each in shardings)
     return of_run(location) if together else Alone()
+
+
+_updates = itertools.count(1)
+"""Never goes back, as steps do; JAX compares it between processes."""
+
+
+def preempted() -> bool:
+    """Was a process sent SIGTERM, and is this the point at which all of them stop?
+
+    All processes ask after each update, and get the same answer. It is JAX that answers, a second
+    or two after the signal; its own handler must be in place in each process, and its preemption
+    service not switched off.
+    """
+    from jax._src import distributed
+
+    service = distributed.global_state.preemption_sync_manager
+    return service is not None and service.reached_sync_point(next(_updates))
 
 
 def here() -> tuple[int, int]:

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import Misuse
+from ckpt.processes import here, preempted
 from ckpt.spike import GuardState, Rewind, SpikeGuard
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Run:
     run with a guard saves step 0: there is always something to go back to.
 
     On SIGTERM (main thread only; earlier handlers are called too, and put back at the end) the
-    current step is saved at the next update, the loop ends and `preempted` is true. Leaving the
+    current step is saved at the next update, the loop ends and `preempted` is true; among several
+    processes at the same update in all, if JAX has its own handler in place. Leaving the
     loop saves the last step and waits until all that is due is durable; leaving it with an
     exception saves nothing more.
 
@@ -144,7 +146,7 @@ class Run:
                     f"step {self._step + 1} got a batch but no update: call run.update(new_state, "
                     f"{self._metric}=...) once for each batch"
                 )
-            if self._sigterm.arrived:
+            if self._sigterm.says_stop:
                 self.preempted = True
             elif self._step >= self.steps or (batch := self._next_batch()) is _END:
                 # The guard may still send the run back when it reads the last values.
@@ -180,7 +182,7 @@ class Run:
         self._taken = False
         self._step += 1
         self._state, self._metrics, self._extra = state, metrics, extra
-        last = self._step >= self.steps or self._sigterm.arrived
+        last = self._sigterm.stops_after_update() or self._step >= self.steps
         due = last or self._manager.should_save(self._step)
         if self._observe(keep=0 if due or self._guard is None else self._guard.lag):
             return None
@@ -254,18 +256,31 @@ class Run:
 
 
 class _Sigterm:
-    """Notes SIGTERM, calls the handler that was there before, and puts it back."""
+    """Notes SIGTERM, calls the handler that was there before, and puts it back.
+
+    Among several processes it is JAX that notes the signal, and that finds the update after which
+    all of them stop: it does not reach them all, nor at the same step.
+    """
 
     def __init__(self) -> None:
-        self.arrived = False
+        self.says_stop = False
         self._previous: Any = None
         self._installed = False
+        self._among_several = False
 
     def install(self) -> None:
+        self._among_several = here()[1] > 1
         # Elsewhere Python refuses handlers; the program then deals with signals itself.
-        if threading.current_thread() is threading.main_thread():
+        main = threading.current_thread() is threading.main_thread()
+        if main and not self._among_several:
             self._previous = signal.signal(signal.SIGTERM, self._note)
             self._installed = True
+
+    def stops_after_update(self) -> bool:
+        """To be asked once after each update."""
+        if self._among_several and preempted():
+            self.says_stop = True
+        return self.says_stop
 
     def put_back(self) -> None:
         if self._installed:
@@ -274,7 +289,7 @@ class _Sigterm:
             self._installed = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.arrived = True
+        self.says_stop = True
         if callable(self._previous):
             self._previous(number, frame)
 

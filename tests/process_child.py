@@ -147,8 +147,10 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 # --- the data -------------------------------------------------------------------------------------
 
 
-def pipeline(seed: int = 5) -> Pipeline:
-    return Pipeline(Columns(200), batch_size=16, seed=seed, epochs=20).map(_numbers, version="1")
+def pipeline(seed: int = 5, epochs: int = 20) -> Pipeline:
+    return Pipeline(Columns(200), batch_size=16, seed=seed, epochs=epochs).map(
+        _numbers, version="1"
+    )
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:
@@ -544,6 +546,23 @@ def guarded(stage: Stage) -> dict[str, Any]:
         }
 
 
+def preempted_in_one(stage: Stage) -> dict[str, Any]:
+    """Process 1 is sent SIGTERM in the middle of the loop."""
+    zeros = {"w": spread(np.zeros((16, 2), np.float32), shardings()["rows"])}
+    add = jax.jit(lambda weights, ids: weights + ids.sum().astype(np.float32))
+    with (
+        stage.manager(every=10_000) as m,
+        pipeline(epochs=1000).iterator(sharding=data_sharding()) as data,
+        ckpt.Run(m, zeros, data, steps=2000) as run,
+    ):
+        for step, batch in run:
+            if (stage.index, step) == (1, 7):
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            run.update({"w": add(run.state["w"], batch["id"])})
+    return {"preempted": run.preempted, "step": run.step, "steps": m.all_steps()}
+
+
 def own_states(stage: Stage) -> dict[str, Any]:
     """Iterators whose state is that of their process: differing ones, and equal ones."""
     with stage.manager() as m:
@@ -801,6 +820,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
         little,
         elsewhere,
         guarded,
+        preempted_in_one,
         own_states,
         iterators_of_one,
         other_trees,

@@ -85,6 +85,7 @@ TOGETHER = (
     "little",
     "elsewhere",
     "guarded",
+    "preempted_in_one",
     "own_states",
     "iterators_of_one",
     "other_trees",
@@ -379,6 +380,13 @@ def test_a_guard_decides_the_same_everywhere(place: Path, seen: Seen) -> None:
     same(found, "decision", "weight")
     assert ckpt.restore(place / "guarded").step == 60
     assert ckpt.verify(place / "guarded").intact
+
+
+def test_all_stop_at_the_same_step_when_one_is_preempted(seen: Seen) -> None:
+    found = seen["preempted_in_one"]
+    assert same(found, "preempted")
+    assert 7 <= same(found, "step") < 2000
+    assert same(found, "steps") == [found[0]["step"]]
 
 
 def test_iterators_with_a_state_for_each_process(place: Path, seen: Seen) -> None:
