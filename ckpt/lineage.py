@@ -165,6 +165,21 @@ def reach_of(line: Lineage, step: int) -> Reach:
     return next(r for r in line if r.after < step and (r.upto is None or step <= r.upto))
 
 
+def served(line: Lineage, batches: range) -> list[tuple[Reach, range]]:
+    """The chain members that served a range of batches, with their shares. Batch b made step b + 1.
+
+    What was skipped changes only from one member to the next.
+    """
+    shares = []
+    start = batches.start
+    while start < batches.stop:
+        reach = reach_of(line, start + 1)
+        stop = batches.stop if reach.upto is None else min(batches.stop, reach.upto)
+        shares.append((reach, range(start, stop)))
+        start = stop
+    return shares
+
+
 def counting(line: Lineage, steps: Iterable[StepId]) -> list[StepId]:
     """The steps that count, in ascending order."""
     return sorted(step for step in steps if counts(line, step))

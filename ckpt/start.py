@@ -24,9 +24,10 @@ from ckpt.lineage import (
     StepId,
     choose,
     decide,
+    join_skips,
     lineage,
     may_put_back,
-    reach_of,
+    served,
 )
 from ckpt.processes import Matter
 from ckpt.reader import (
@@ -41,7 +42,7 @@ from ckpt.reader import (
     with_damaged,
     with_report,
 )
-from ckpt.steps import read_manifest
+from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
 from ckpt.verification import check_step
 
@@ -261,21 +262,36 @@ class Start:
             return {}
         if wish.data is None:
             raise Misuse("rewind with skips: give `data`, the iterators that are to skip")
-        base = [s for s in listing.counting if s.step <= batches.start and s.attempt]
-        if not base:
-            oldest = min(listing.counting, default=None)
-            raise Misuse(
-                f"rewind: no step at or before {batches.start} was saved, so the examples of batch "
-                f"{batches.start} are not known; the oldest is {oldest}"
+        found: Skips = {}
+        for reach, share in served(listing.lineage, batches):
+            base = self._base(listing, share.start)
+            first = share.start - base.id.step
+            relative = range(first, first + len(share))
+            # A step on which a branch forked knows nothing of what was left out on that branch.
+            seen_by = listing.decisions.get(reach.attempt)
+            in_force = seen_by.skips if seen_by is not None else {}
+            where = f"{self.store.location}: {base.id}"
+            found = join_skips(
+                found, states.ranges_of(wish.data, base.data, relative, in_force, where)
             )
-        manifest = read_manifest(self.store, base[-1])
-        first = batches.start - base[-1].step
-        where = f"{self.store.location}: {base[-1]}"
-        # A step on which a branch forked knows nothing of what was left out on that branch.
-        seen_by = listing.decisions.get(reach_of(listing.lineage, batches.start + 1).attempt)
-        in_force = seen_by.skips if seen_by is not None else {}
-        relative = range(first, first + len(batches))
-        return states.ranges_of(wish.data, manifest.data, relative, in_force, where)
+        return found
+
+    def _base(self, listing: Listing, batch: int) -> Manifest:
+        """The newest step from which one can count on to a batch."""
+        bases = [s for s in listing.counting if s.step <= batch and s.attempt]
+        damaged: Damaged | None = None
+        for step in reversed(bases):
+            try:
+                return read_manifest(self.store, step)
+            except Damaged as error:
+                damaged = error
+        if damaged is not None:
+            raise damaged
+        oldest = min(listing.counting, default=None)
+        raise Misuse(
+            f"rewind: no step at or before {batch} was saved, so the examples of batch {batch} are "
+            f"not known; the oldest is {oldest}"
+        )
 
     def _decide(
         self,

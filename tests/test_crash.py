@@ -615,6 +615,25 @@ def test_a_run_whose_steps_are_gone_is_not_begun_anew(place: Path) -> None:
                 manager.resume(must_exist=must_exist)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_rewind_skips_what_was_served_on_either_side_of_a_fork(
+    place: Path, *, damaged: bool
+) -> None:
+    run, rows = saved(place, 4), Rows()
+    with run.manager() as manager:
+        manager.resume(data=rows)
+        manager.rewind(2, skip_steps=range(4, 5), data=rows)  # batch 3: examples 6 and 7
+        for step in (3, 4, 5):
+            run.save(manager, step, 200 + step, rows)
+        assert rows.next_example == 12
+        if damaged:
+            for each in ("branch-1/2", f"branch-{manager._attempt.number}/3"):  # type: ignore[union-attr]
+                (run.root / each / "manifest.json").write_bytes(b"{}")
+        manager.rewind(1, skip_steps=range(2, 6), data=rows)
+    assert rows.skips == [(2, 12)]
+    assert rows.take() == [12, 13]
+
+
 def test_what_must_not_be_deleted_is_not(place: Path) -> None:
     run = saved(place, 3)
     ckpt.pin(run.location, 2)
