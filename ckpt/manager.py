@@ -210,10 +210,10 @@ class CheckpointManager:
 
         Raises:
             NotFound: `to` is not in the lineage.
-            Misuse: both ranges are given, or `data` cannot skip.
+            Misuse: both ranges are given, a batch that `to` has learnt from, or `data` cannot skip.
         """
         check_step_number(to)
-        batches = _batches(skip_steps, skip_batches)
+        batches = _batches(skip_steps, skip_batches, to)
         return self._start(
             Wish(
                 "rewind",
@@ -504,7 +504,7 @@ def _freed(stale: Any) -> tuple[int, Path]:
     return stale.size_bytes, stale.directory
 
 
-def _batches(skip_steps: range | None, skip_batches: range | None) -> range | None:
+def _batches(skip_steps: range | None, skip_batches: range | None, to: int) -> range | None:
     """Batches to skip, counted from 0. Step s used batch s - 1."""
     if skip_steps is not None and skip_batches is not None:
         raise Misuse("rewind: give skip_steps or skip_batches, not both")
@@ -514,7 +514,13 @@ def _batches(skip_steps: range | None, skip_batches: range | None) -> range | No
     if skip_steps is not None:
         if len(skip_steps) and skip_steps.start < 1:
             raise Misuse(f"rewind: skip_steps: steps count from 1, found {skip_steps}")
-        return range(skip_steps.start - 1, skip_steps.stop - 1)
+        skip_batches = range(skip_steps.start - 1, skip_steps.stop - 1)
+    if skip_batches and skip_batches.start < to:
+        raise Misuse(
+            f"rewind: step {to} has learnt from batch {skip_batches.start} already (step s used "
+            f"batch s - 1): skip nothing before step {to + 1}, or go back to step "
+            f"{skip_batches.start} or earlier"
+        )
     return skip_batches
 
 

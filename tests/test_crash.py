@@ -634,6 +634,19 @@ def test_a_rewind_skips_what_was_served_on_either_side_of_a_fork(
     assert rows.take() == [12, 13]
 
 
+def test_a_rewind_skips_nothing_that_its_step_has_learnt_from(place: Path) -> None:
+    run, rows = saved(place, 3), Rows()
+    with run.manager() as manager:
+        manager.resume(data=rows)
+        for skip in ({"skip_steps": range(2, 3)}, {"skip_batches": range(1, 3)}):
+            with pytest.raises(
+                Misuse, match=r"step 2 has learnt from batch 1 already .* step 3, or"
+            ):
+                manager.rewind(2, data=rows, **skip)
+        assert manager.rewind(1, data=rows, skip_steps=range(2, 3)).step == 1
+    assert len(decisions(run)) == 3
+
+
 def test_what_must_not_be_deleted_is_not(place: Path) -> None:
     run = saved(place, 3)
     ckpt.pin(run.location, 2)
