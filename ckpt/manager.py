@@ -63,7 +63,8 @@ class CheckpointManager:
         slots: snapshots that may be in memory at a time. With 2, a save is copied while the one
             before is still being written.
         arena: directory of the slots; by default a private one in /dev/shm.
-        timeout_s: how long to wait for another process before it is named as failed.
+        timeout_s: how long to wait for another process before it is named as failed. When one dies,
+            JAX ends the others, by default after 100 s: only a shorter time is heard of here.
     """
 
     def __init__(
