@@ -33,7 +33,7 @@ from ckpt import grid, image
 from ckpt.errors import CheckpointError, Damaged, NotFound
 from ckpt.lineage import StepId
 from ckpt.manager import CheckpointManager, Shared
-from ckpt.reader import MISSING, Reader, load
+from ckpt.reader import Reader
 from ckpt.retention import Keep
 from ckpt.store import FileStore
 from ckpt.verification import check_step, verify_step
@@ -164,7 +164,7 @@ class Step:
         files = [each.file for each in report.damage]
         assert any(file.endswith(f"/{name}") for file in files), f"{what}: {report.damage}"
         try:
-            restored = load(self.store, self.id, MISSING)
+            restored = Reader(self.store).restore_step(self.id)
         except Damaged as error:
             if name not in str(error):
                 raise AssertionError(f"{what}: reported without its name") from error
@@ -177,7 +177,7 @@ class Step:
         """Nothing is reported, and nothing wrong comes out."""
         report = verify_step(self.store, self.id)
         assert report.intact, f"{what}: {report.damage}"
-        restored = load(self.store, self.id, MISSING)
+        restored = Reader(self.store).restore_step(self.id)
         assert restored.report.damage == (), what
         assert bits(restored.state) == saved_bits(self.step), f"{what}: WRONG VALUES"
 
@@ -371,7 +371,7 @@ def test_two_files_that_were_swapped(step: Step) -> None:
         text = "\n".join(map(str, report.damage))
         assert one in text or other in text, text
         try:
-            restored = load(step.store, step.id, MISSING)
+            restored = Reader(step.store).restore_step(step.id)
         except Damaged as error:
             if one not in str(error) and other not in str(error):
                 raise AssertionError(f"{one} and {other}: reported without a name") from error
