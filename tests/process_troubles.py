@@ -33,12 +33,12 @@ from ckpt.store import FileStore
 
 def damaged_for_one(stage: Stage) -> dict[str, Any]:
     """Of the newest step only chunks are damaged that process 1 alone reads."""
-    rows = shardings()["rows"]
+    rows, names = shardings()["rows"], ("rows", "unusual")
     with stage.manager() as m, pipeline().iterator(sharding=data_sharding()) as data:
         m.resume(data=data)
         for step in (1, 2, 3):
             next(data)
-            m.save(step, {"rows": spread(wanted(step)["rows"], rows)}, data=data)
+            m.save(step, {name: spread(wanted(step)[name], rows) for name in names}, data=data)
         m.wait_until_finished()
     stage.meet()
     if stage.index == 1:
@@ -51,7 +51,7 @@ def damaged_for_one(stage: Stage) -> dict[str, Any]:
         raw[int(header.columns.offset[0]) + 5] ^= 4
         image.write_bytes(raw)
     stage.meet()
-    template = {"rows": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=rows)}
+    template = {name: like()[name] for name in names}
     looked = ckpt.restore(stage.root, like=template)
     by_path = error_of(lambda: ckpt.restore(stage.root / "branch-1" / "3", like=template))
     with stage.manager() as m, pipeline().iterator(sharding=data_sharding()) as data:
