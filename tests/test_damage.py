@@ -211,15 +211,16 @@ def flip(file: int, at: int, mask: int) -> None:
     os.pwrite(file, bytes([byte ^ mask]), at)
 
 
-def test_a_flipped_bit_in_any_byte_of_any_file(step: Step) -> None:
+@pytest.mark.parametrize("quarter", range(4))
+def test_a_flipped_bit_in_any_byte_of_any_file(step: Step, quarter: int) -> None:
     """One bit, drawn anew in every run, in every byte; all bits of what listing reads."""
-    rng = random.Random(SEED)
+    rng = random.Random(SEED + quarter)
     told = 0
     for name in step.files():
         padding = step.padding(name)
         file = os.open(step.path / name, os.O_RDWR)
         try:
-            for at in sorted(set(range(os.fstat(file).st_size)) - padding):
+            for at in sorted(set(range(quarter, os.fstat(file).st_size, 4)) - padding):
                 for bit in range(8) if name == "commit_success.txt" else [rng.randrange(8)]:
                     what = f"{name}: bit {bit} of byte {at} flipped (seed {SEED})"
                     flip(file, at, 1 << bit)
@@ -227,7 +228,7 @@ def test_a_flipped_bit_in_any_byte_of_any_file(step: Step) -> None:
                     flip(file, at, 1 << bit)
                     told += 1
             # What must not matter at all need not be tried one by one.
-            for stretch in np.array_split(sorted(padding), 1 + len(padding) // 32):
+            for stretch in np.array_split(sorted(padding), 1 + len(padding) // 32)[quarter::4]:
                 flips = [(int(at), 1 << rng.randrange(8)) for at in stretch]
                 for at, mask in flips:
                     flip(file, at, mask)
@@ -237,7 +238,7 @@ def test_a_flipped_bit_in_any_byte_of_any_file(step: Step) -> None:
         finally:
             os.close(file)
     step.unharmed("all flipped back")
-    assert told > 8000, told
+    assert told > 2000, told
 
 
 @pytest.mark.soak
