@@ -26,19 +26,34 @@ hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """No arena without a live owner and no child process is there when the tests are over."""
-    shared = Path(f"/dev/shm/lastgood-{os.getuid()}")
-    before = {arena.directory for arena in stale_arenas(shared)} if shared.is_dir() else set()
-    yield
-    if shared.is_dir():
-        left = {arena.directory for arena in stale_arenas(shared)} - before
-        assert not left, f"arenas left in shared memory: {left}"
-        with contextlib.suppress(OSError):
-            shared.rmdir()
-    children = {pid: name for pid, name in _children() if "resource_tracker" not in name}
-    assert not children, f"processes left: {children}"
+SHARED = Path(f"/dev/shm/lastgood-{os.getuid()}")
+_before = pytest.StashKey[set[Path]]()
+
+
+def _stale() -> set[Path]:
+    return {arena.directory for arena in stale_arenas(SHARED)} if SHARED.is_dir() else set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_before] = _stale()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """No arena without a live owner and no child process is there when all tests are over."""
+    if hasattr(session.config, "workerinput"):
+        return  # other workers may be in the middle of a kill
+    left = [f"arena {path}" for path in _stale() - session.config.stash[_before]]
+    left += [f"process {pid}: {name}" for pid, name in _children() if _is_ours(name)]
+    with contextlib.suppress(OSError):
+        SHARED.rmdir()
+    if left:
+        print("\nLeft behind:", *left, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _is_ours(command: str) -> bool:
+    return "resource_tracker" not in command and "exec(eval(sys.stdin" not in command
 
 
 def _children() -> Iterator[tuple[int, str]]:

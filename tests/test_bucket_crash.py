@@ -15,7 +15,7 @@ from faulty_store import Died
 
 import ckpt
 from ckpt import attempts, store_kv
-from ckpt.reader import MISSING, Reader, load
+from ckpt.reader import Reader
 from ckpt.store import FileStore
 from ckpt.store_kv import KvStore
 
@@ -211,7 +211,7 @@ def after_death(run: Memory, at_least: int, what: str) -> None:
     assert listing.damaged == (), what
     assert listing.remains == (), what
     for step in listing.steps:
-        assert_same(load(run.store(), step, MISSING).state, state_of(step.step))
+        assert_same(Reader(run.store()).restore_step(step).state, state_of(step.step))
     for key in run.objects():
         branch, _, rest = key.decode().partition("/")
         if branch.startswith("branch-"):
