@@ -27,6 +27,8 @@ ITEM = "state"
 ATTEMPTS = "attempts"
 PINS = "pins"
 LOG = "log"
+MAX_STEP = 10**18 - 1
+"""The largest step number: names have up to 18 digits, and longer ones are foreign."""
 
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{32})"}\Z')
 # All for `fullmatch`, and ASCII digits only: "7\n" and Arabic digits are foreign names.

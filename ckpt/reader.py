@@ -417,4 +417,14 @@ def check_step_number(step: Any) -> int:
     """A step number; raises Misuse for anything else."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
         raise Misuse(f"step: wanted a whole number from 0 on, found {step!r}")
-    return int(step.__index__())
+    number = int(step.__index__())
+    if number > layout.MAX_STEP:
+        raise Misuse(
+            f"step: wanted at most {layout.MAX_STEP}, since names of steps have up to 18 digits, "
+            f"found {_short(number)}"
+        )
+    return number
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
