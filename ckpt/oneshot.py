@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from ckpt import layout
-from ckpt.errors import Misuse
+from ckpt.errors import Misuse, Unsupported
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId
+from ckpt.orbax_files import undescribed
 from ckpt.processes import Alone
 from ckpt.reader import (
     MISSING,
@@ -18,6 +19,7 @@ from ckpt.reader import (
     check_step_number,
     metadata_of,
     resolve,
+    restore_alone,
 )
 from ckpt.steps import open_step
 
@@ -65,7 +67,9 @@ def restore(
 ) -> Restored:
     """Restore a run's newest intact step, one of its steps, or a step by its own path.
 
-    Also opens what Orbax wrote. Nothing is written.
+    Also opens what Orbax wrote: its runs, their steps, and what its checkpointers save under any
+    name. Of several pytree items in one step `default`, `state` or `items` is taken, as Orbax does;
+    without one of these all come, as a dict by their names. Nothing is written.
 
     Raises:
         NotFound, Damaged, Mismatch, Unsupported, StoreFailed.
@@ -75,20 +79,37 @@ def restore(
         return Reader(place.store).restore(step, like=like, data=data, fit=fit)
     if step is not None and step != place.step.step:
         raise Misuse(f"{location}: is step {place.step.step}; step={step} was asked for")
+    if place.alone:
+        return restore_alone(place, like=like, data=data, fit=fit)
     return Reader(place.store).restore_step(place.step, like=like, data=data, fit=fit)
 
 
 def metadata(location: Location, *, step: int | None = None) -> Metadata:
-    """What is known of a step without reading values."""
+    """What is known of a step without reading values.
+
+    Raises:
+        NotFound, Damaged, StoreFailed. Unsupported: a step of Orbax.
+    """
     place = resolve(location)
+    if place.alone:
+        raise undescribed(place.store.location)
     if place.step is None:
         return Reader(place.store).metadata(step)
     return metadata_of(open_step(place.store, place.step))
 
 
 def open(location: Location) -> Reader:
-    """A read-only view of a run, for evaluators. Raises NotFound when nothing is there."""
-    return Reader(resolve(location).store)
+    """A read-only view of a run, for evaluators.
+
+    Raises:
+        NotFound: nothing is there. Unsupported: a step of Orbax that is in no run.
+    """
+    place = resolve(location)
+    if place.alone:
+        raise Unsupported(
+            f"{location}: one step of Orbax, in no run; ckpt.restore() and `ckpt inspect` read it"
+        )
+    return Reader(place.store)
 
 
 def pin(location: Location, step: int) -> StepId:

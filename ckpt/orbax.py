@@ -23,6 +23,7 @@ from ckpt.orbax_files import (
     OrbaxItem,
     OrbaxLeaf,
     empty_value,
+    full_param,
     is_orbax_step,
     items,
     read_item,
@@ -30,11 +31,13 @@ from ckpt.orbax_files import (
     rebuild,
     step_names,
     steps,
+    trees,
 )
 from ckpt.placement import Box, HostLeaf, boxes, place, whole
 
 __all__ = [
     "SavedArray",
+    "full_param",
     "is_orbax_step",
     "items",
     "read",
@@ -43,6 +46,7 @@ __all__ = [
     "specs",
     "step_names",
     "steps",
+    "trees",
 ]
 
 Wanted = Mapping[str, jax.sharding.Sharding | None]

@@ -85,10 +85,22 @@ def is_orbax_step(path: str | os.PathLike[str]) -> bool:
     Raises:
         StoreFailed: the location could not be read.
     """
-    store = open_store(path)
+    return holds_step(open_store(path))
+
+
+def holds_step(store: Store) -> bool:
+    """Whether a store is one finished step of Orbax, whatever its name; as `is_orbax_step`."""
     if TEMPORARY in os.path.basename(store.location.rstrip("/")):
         return False
     return _is_step(store, "")
+
+
+def is_marked(store: Store) -> bool:
+    """Whether a store has a file at its top that only steps of Orbax have.
+
+    Without one, a step of items named by numbers cannot be told from a root of steps.
+    """
+    return any(entry.name in _STEP_MARKS for entry in store.list(""))
 
 
 def step_names(root: str | os.PathLike[str], *, prefix: str | None = None) -> dict[int, str]:
@@ -125,6 +137,31 @@ def items(path: str | os.PathLike[str]) -> dict[str, str]:
     if any(entry.name == _TREE for entry in entries):
         return {"": "pytree"}
     return {entry.name: _kind(store, entry.name) for entry in entries if _is_item(entry)}
+
+
+def undescribed(where: str) -> Unsupported:
+    """The error for what only steps of ours have."""
+    return Unsupported(
+        f"{where}: written by Orbax, which keeps neither digests nor a manifest: it can be "
+        "restored, but not verified; save it once with ckpt to have them"
+    )
+
+
+def trees(path: str | os.PathLike[str]) -> list[str | None]:
+    """The pytree items that make up the state of a step, each as `read_item` takes it.
+
+    [None] where that chooses one by itself, as Orbax does; else all, of which none stands out.
+
+    Raises:
+        NotFound: no checkpoint there.
+    """
+    found = [name for name, kind in items(path).items() if kind == "pytree"]
+    return [*found] if len(found) > 1 and not set(found) & set(_PREFERRED) else [None]
+
+
+def full_param(item: str | None, param: str) -> str:
+    """The name of a leaf among those of all of `trees`: below the name of its item."""
+    return ".".join(part for part in (item, param) if part)
 
 
 def read_json(path: str | os.PathLike[str], item: str) -> dict[str, Any]:

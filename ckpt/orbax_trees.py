@@ -16,16 +16,25 @@ from ckpt.leaves import ARRAYS, SCALARS, LeafSpec
 def restore_tree(path: str | os.PathLike[str], like: Any, *, given: bool) -> Any:
     """The tree of a step of Orbax; on the host without a template.
 
+    A step of several pytree items, none of them `default`, `state` or `items`, gives all of them,
+    as a dict by their names.
     Leaves of the template are looked up by the names that Orbax gives them (keys joined by `.`).
 
     Raises:
         Mismatch: all differences of structure, shape and dtype.
         Damaged, NotFound, Unsupported, StoreFailed: as `orbax.read`.
     """
+    items = orbax.trees(path)
     if not given:
-        return orbax.read_tree(path)
+        found = {item: orbax.read_tree(path, item) for item in items}
+        return found.get(None, found)
     flat = tree.flatten(like, abstract=True)
-    saved = {spec.param: spec for spec in orbax.specs(path)}
+    places = {
+        orbax.full_param(item, spec.param): (item, spec)
+        for item in items
+        for spec in orbax.specs(path, item)
+    }
+    saved = {param: spec for param, (_, spec) in places.items()}
     wrong = sorted(
         [line for leaf in flat.leaves if (line := _difference(saved.get(leaf.spec.param), leaf))]
         + [
@@ -36,8 +45,15 @@ def restore_tree(path: str | os.PathLike[str], like: Any, *, given: bool) -> Any
     )
     if wrong:
         raise Mismatch(f"{os.fspath(path)}: the saved tree is not the one in `like`", wrong)
-    wanted = {leaf.spec.param: _sharding(leaf) for leaf in flat.leaves}
-    values = orbax.read(path, wanted)
+    values: dict[str, Any] = {}
+    for item in items:
+        wanted = {}
+        for leaf in flat.leaves:
+            where, spec = places[leaf.spec.param]
+            if where == item:
+                wanted[spec.param] = _sharding(leaf)
+        read = orbax.read(path, wanted, item)
+        values |= {orbax.full_param(item, param): value for param, value in read.items()}
     return tree.with_structure_of(
         like, {leaf.name: _as(values[leaf.spec.param], leaf) for leaf in flat.leaves}
     )

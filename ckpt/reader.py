@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from ckpt import attempts, layout, publishing, states
+from ckpt import attempts, layout, orbax_files, publishing, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
@@ -64,6 +64,7 @@ class Restored:
     """What `restore`, `resume` and `rewind` give."""
 
     step: int
+    """0 for what Orbax saved in a directory whose name is no step number."""
     state: Any
     extra: Json = None
     metrics: dict[str, float] | None = None
@@ -284,7 +285,7 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
     """
     begun = time.monotonic()
     if step.attempt == 0:
-        return _load_orbax(store, step, template, begun)
+        return _load_orbax(store, Path(store.location) / str(step.step), step, template, begun)
     from ckpt.reading import read_tree
 
     try:
@@ -310,14 +311,28 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
     )
 
 
-def _load_orbax(store: Store, step: StepId, template: Template, begun: float) -> Restored:
+def restore_alone(place: Place, *, like: Any, data: Any, fit: Fit) -> Restored:
+    """What a step of Orbax in no run holds. Raises as `Reader.restore_step`."""
+    store, step = place.store, place.step
+    assert step is not None
+    if data is not None:
+        raise orbax_files.undescribed(store.location)
+    with of_tree(store.location, like).matter("restore") as matter:
+        read = functools.partial(
+            _load_orbax, store, Path(store.location), step, Template(like, fit), time.monotonic()
+        )
+        return matter.vote("step", read)
+
+
+def _load_orbax(
+    store: Store, path: Path, step: StepId, template: Template, begun: float
+) -> Restored:
     from ckpt.orbax_trees import restore_tree
 
     if not isinstance(store, FileStore):
         raise Misuse(f"{store.location}: steps of Orbax are read from file systems only")
     if template.fit != EXACT:
         raise Misuse(f"{store.location}: {step} is Orbax's; `fit` is for steps of ours")
-    path = Path(store.location) / str(step.step)
     state = restore_tree(path, template.like, given=template.like is not MISSING)
     return Restored(step.step, state, report=RestoreReport(step, seconds=time.monotonic() - begun))
 
@@ -376,9 +391,12 @@ class Place:
     """What a location turned out to be."""
 
     store: Store
-    """Of the run's root."""
+    """Of the run's root; of the step itself when it is alone."""
     step: StepId | None
     """Set when the location is one step."""
+    alone: bool = False
+    """A step of Orbax in no run, as its checkpointers write them under any name. `step` has the
+    number that is its name, or 0."""
 
 
 def resolve(location: str | os.PathLike[str]) -> Place:
@@ -408,6 +426,10 @@ def resolve(location: str | os.PathLike[str]) -> Place:
     if os.path.isfile(path):
         raise NotFound(f"{path}: a file; wanted the directory of a run or of a step")
     listing = attempts.list_run(store)
+    if (listing.empty or (not listing.claims and orbax_files.is_marked(store))) and (
+        orbax_files.holds_step(store)
+    ):
+        return Place(store, StepId(step or 0, 0, 0), alone=True)
     if listing.empty:
         raise NotFound(nothing_there(store, listing))
     return Place(store, None)

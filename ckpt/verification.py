@@ -11,6 +11,7 @@ from ckpt import attempts, commit, image, layout, publishing
 from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
 from ckpt.image import Header
 from ckpt.lineage import StepId, counts
+from ckpt.orbax_files import undescribed
 from ckpt.publishing import read_marker
 from ckpt.reader import resolve
 from ckpt.steps import (
@@ -96,6 +97,8 @@ def verify(
         where = os.fspath(location)
         return Verification(where, (), (Damage(where, str(error)),))
     store = place.store
+    if place.alone:
+        raise undescribed(store.location)
     if place.step is not None:
         check_ours(store, place.step)
         report = verify_step(store, place.step, shallow=shallow, progress=progress)

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint.experimental import v1
 
+import ckpt
 from ckpt import orbax
 from ckpt.errors import CheckpointError, Damaged, Mismatch, Misuse, NotFound, Unsupported
 
@@ -170,12 +171,15 @@ def test_bundled_step_gives_what_orbax_gives(name: str) -> None:
     try:
         wanted = by_orbax(item_directory(step))
     except Exception:
-        with pytest.raises(CheckpointError) as caught:
-            orbax.read_tree(step)
-        assert str(step) in str(caught.value)
+        for read in (orbax.read_tree, ckpt.restore):
+            with pytest.raises(CheckpointError) as caught:
+                read(step)
+            assert str(step) in str(caught.value)
         return
     assert orbax.is_orbax_step(step)
     assert_same(orbax.read_tree(step), wanted)
+    assert_same(ckpt.restore(step).state, wanted)
+    assert_same(ckpt.restore(step, like=jax.tree.map(np.asarray, wanted)).state, wanted)
     assert wanted["a"].shape == (8,)
 
 
@@ -184,8 +188,9 @@ def test_bundled_steps_that_must_be_refused_are() -> None:
     refused = [name for name in refused if name.endswith(("_d", ".ocdbt"))]
     assert len(refused) == 6
     for name in refused:
-        with pytest.raises(Damaged):
-            orbax.read_tree(BUNDLED / name)
+        for read in (orbax.read_tree, ckpt.restore):
+            with pytest.raises(Damaged):
+                read(BUNDLED / name)
 
 
 @pytest.mark.parametrize("saver", SAVERS)

@@ -112,14 +112,10 @@ def inspect(location: str, *, step: int | None = None, glob: str | None = None) 
 
 
 def _inspected(location: str, step: int | None) -> Inspection:
-    try:
-        place = place_at(location)
-    except NotFound:
-        # Orbax's checkpointers, unlike its manager, take any name.
-        if not orbax_files.is_orbax_step(location):
-            raise
+    place = place_at(location)
+    if place.alone:
         _refuse_number(location, step)
-        return _of_orbax(Path(open_store(location).location), None)
+        return _of_orbax(Path(place.store.location), None)
     if place.step is not None:
         if step != place.step.step:
             _refuse_number(location, step)
@@ -208,12 +204,15 @@ def _of_orbax(path: Path, step: StepId | None) -> Inspection:
     from ckpt import orbax  # and with it jax and TensorStore, which only these steps need
 
     damage: list[str] = []
-    try:
-        rows = [_orbax_row(spec) for spec in orbax.specs(path)]
-    except Damaged as error:
-        damage.append(str(error))
-        item = orbax_files.read_item(path)
-        rows = [LeafRow(leaf.param, leaf.value_type, "?", None, 0) for leaf in item.leaves]
+    rows: list[LeafRow] = []
+    for name in orbax.trees(path):
+        try:
+            found = [_orbax_row(spec) for spec in orbax.specs(path, name)]
+        except Damaged as error:
+            damage.append(str(error))
+            item = orbax_files.read_item(path, name)
+            found = [LeafRow(leaf.param, leaf.value_type, "?", None, 0) for leaf in item.leaves]
+        rows += [replace(row, name=orbax.full_param(name, row.name)) for row in found]
     store = open_store(path)
     documents = _orbax_documents(path)
     metrics = documents.pop("metrics", {}).get("metrics")

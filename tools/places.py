@@ -43,6 +43,8 @@ def run_at(location: str) -> Store:
     if any(layout.parse_claim_name(entry.name) for entry in store.list(layout.ATTEMPTS)):
         return store  # without listing its steps once more
     place = place_at(location)
+    if place.alone:
+        raise Misuse(f"{location}: one step of Orbax, in no run; `ckpt inspect` describes it")
     if place.step is not None:
         raise Misuse(f"{location}: one step; wanted its run, {place.store.location}")
     return place.store
