@@ -8,17 +8,17 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_store import Died, Fault, FaultyStore
+from faulty_store import FaultyStore
 from store_contract import SIZES, StoreContract, aligned, files, some_bytes
+from store_troubles import fail_on, raw_files, writes_of
 
 from ckpt import disk
-from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.errors import AlreadyExists, Damaged, Misuse, StoreFailed
 from ckpt.store import FileStore, Store, open_store
 
 
@@ -37,15 +37,6 @@ class TestFaultyStoreWithoutFaults(StoreContract):
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "run")
-
-
-def raw_files(root: Path) -> dict[str, bytes]:
-    """Everything below a directory, temporary names too."""
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -118,235 +109,6 @@ def test_an_image_is_written_at_the_end_of_the_interpreter(tmp_path: Path) -> No
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
-
-
-# --- failures of the system ----------------------------------------------------------------------
-
-
-def fail_on(
-    monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Callable[..., bool]
-) -> None:
-    """Let a function of `os` fail with an errno on calls that `when` picks."""
-    real = getattr(os, function)
-
-    def call(*args: Any, **options: Any) -> Any:
-        if when(*args):
-            raise OSError(number, os.strerror(number))
-        return real(*args, **options)
-
-    monkeypatch.setattr(os, function, call)
-
-
-def writes_of(store: FileStore) -> dict[str, Callable[[], object]]:
-    return {
-        "put": lambda: store.put("a/x", b"new"),
-        "put_many": lambda: store.put_many({"a/x": b"new", "a/z": b"new"}),
-        "put_if_absent": lambda: store.put_if_absent("a/n", b"new"),
-        "append": lambda: store.append("a/log", b"new"),
-    }
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
-@pytest.mark.parametrize("name", ["put", "put_many", "put_if_absent", "append"])
-def test_a_failed_write_leaves_what_was_there(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
-    store.put("a/x", b"old")
-    before = raw_files(Path(store.location))
-    fail_on(monkeypatch, "write", number, lambda *_: True)
-    with pytest.raises(StoreFailed) as caught:
-        writes_of(store)[name]()
-    after = raw_files(Path(store.location))
-    after.pop("a/log", None)  # made, and empty
-    assert after == before
-    assert isinstance(caught.value.__cause__, OSError)
-    text = str(caught.value)
-    assert store.location in text
-    assert os.strerror(number) in text
-    if number == errno.ENOSPC:
-        assert "writing 3 bytes" in text
-        assert "bytes are free" in text
-        assert "keep fewer steps" in text
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_failed_image_frees_its_space(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int, shift: int, after: int
-) -> None:
-    monkeypatch.setattr(disk, "WINDOW_BYTES", 4096)
-    store.put("a/x", b"old")
-    calls: list[int] = []
-
-    def when(*_: object) -> bool:
-        calls.append(1)
-        return len(calls) > after
-
-    fail_on(monkeypatch, "pwrite", number, when)
-    with pytest.raises(StoreFailed, match=f"image: {os.strerror(number)}"):
-        store.write_image("a/image", aligned(some_bytes(40_000), shift=shift))
-    assert raw_files(Path(store.location)) == {"a/x": b"old"}
-    monkeypatch.undo()
-    store.write_image("a/image", aligned(some_bytes(40_000), shift=shift))
-    assert files(store)["a/image"] == 40_000
-
-
-def test_a_file_size_limit_is_a_failure_of_the_store(tmp_path: Path) -> None:
-    """A real limit, in a process of its own."""
-    program = """
-        import resource, sys
-        import numpy as np
-        from ckpt.errors import StoreFailed
-        from ckpt.store import FileStore
-        store = FileStore(sys.argv[1])
-        store.put("x", b"1")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        memory = np.zeros(300_000, np.uint8)
-        start = -memory.ctypes.data % 4096
-        for act in (
-            lambda: store.put("x", bytes(100_000)),
-            lambda: store.put_if_absent("y", bytes(100_000)),
-            lambda: store.write_image("i", memoryview(memory[start : start + 200_000].data)),
-            lambda: store.write_image("i", memoryview(memory[start + 1 : start + 200_000].data)),
-        ):
-            try:
-                act()
-            except StoreFailed as error:
-                assert "File too large" in str(error), error
-            else:
-                raise SystemExit("no error")
-        assert [(e.name, e.size_bytes) for e in store.list("")] == [("x", 1)]
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert raw_files(tmp_path / "run") == {"x": b"1"}
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_no_access_is_a_failure_of_the_store_and_never_absence(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    store.put("a/x", b"old")
-    store.put("t/x", b"old")
-    inside = f"{store.location}/a"
-
-    def within(path: object, *_: object) -> bool:
-        return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(inside)
-
-    def no_access(function: str) -> None:
-        fail_on(monkeypatch, function, number, within)
-
-    for function in ("open", "scandir", "lstat", "stat", "unlink", "rename", "mkdir", "link"):
-        no_access(function)
-    image = aligned(b"1")
-    acts: list[Callable[[], object]] = [
-        *writes_of(store).values(),
-        lambda: store.read("a/x"),
-        lambda: store.open_image("a/x"),
-        lambda: store.write_image("a/i", image),
-        lambda: store.list("a"),
-        lambda: store.exists("a/x"),
-        lambda: store.delete("a/x"),
-        lambda: store.delete_tree("a"),
-        lambda: store.move("a", "b"),
-    ]
-    for act in acts:
-        with pytest.raises(StoreFailed, match=r"write access|Read-only|not permitted|denied"):
-            act()
-    monkeypatch.undo()
-    assert raw_files(Path(store.location)) == {"a/x": b"old", "t/x": b"old"}
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root is let in everywhere")
-def test_no_access_for_real(store: FileStore) -> None:
-    store.put("a/b/x", b"old")
-    os.chmod(Path(store.location, "a"), 0)
-    try:
-        acts: list[Callable[[], object]] = [
-            lambda: store.read("a/b/x"),
-            lambda: store.list("a"),
-            lambda: store.exists("a/b/x"),
-            lambda: store.put("a/b/x", b""),
-        ]
-        for act in acts:
-            with pytest.raises(StoreFailed, match="this user needs"):
-                act()
-    finally:
-        os.chmod(Path(store.location, "a"), 0o700)
-
-
-def test_a_parent_that_is_a_file(store: FileStore) -> None:
-    store.put("file", b"f")
-    image = aligned(b"1")
-    acts: list[Callable[[], object]] = [
-        lambda: store.put("file/x", b""),
-        lambda: store.put("file/x/y", b""),
-        lambda: store.put_if_absent("file/x", b""),
-        lambda: store.write_image("file/x/y", image),
-        lambda: store.append("file/x", b""),
-    ]
-    for act in acts:
-        with pytest.raises(StoreFailed, match="a parent of it is a file, wanted a directory"):
-            act()
-    store.put("d/x", b"")
-    with pytest.raises(StoreFailed):
-        store.move("d", "file/d")
-    assert raw_files(Path(store.location)) == {"file": b"f", "d/x": b""}
-
-
-def test_a_directory_that_vanishes_under_a_write_is_no_absence(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another attempt may clean up: `NotFound` would say that something was looked for."""
-    store.put("a/x", b"")
-    monkeypatch.setattr(disk, "make_directory", lambda directory: None)
-    image = aligned(b"1")
-    acts: list[Callable[[], object]] = [
-        lambda: store.put("gone/x", b""),
-        lambda: store.put_if_absent("gone/x", b""),
-        lambda: store.write_image("gone/x", image),
-    ]
-    for act in acts:
-        with pytest.raises(StoreFailed, match="its directory vanished"):
-            act()
-
-
-@pytest.mark.parametrize("function", ["read", "preadv"])
-def test_a_failing_disk_is_no_absence(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    store.write_image("image", aligned(some_bytes(10_000)))
-    with store.open_image("image") as reader:
-        fail_on(monkeypatch, function, errno.EIO, lambda *_: True)
-        fail_on(monkeypatch, "open", errno.ESTALE, lambda *_: True)
-        with pytest.raises(StoreFailed, match="Stale file handle"):
-            store.read("image")
-        if function == "preadv":
-            with pytest.raises(StoreFailed, match="Input/output error"):
-                reader.read(0, 10)
-
-
-# --- short reads and writes ----------------------------------------------------------------------
-
-
-def test_short_reads_and_writes_go_on(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, pwrite, preadv = os.write, os.pwrite, os.preadv
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, memoryview(data)[:7]))
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
-    monkeypatch.setattr(os, "preadv", lambda fd, to, at: preadv(fd, [to[0][:999]], at))
-    data = some_bytes(100_001)
-    store.put("a", data[:500])
-    store.put_if_absent("b", data[:501])
-    store.append("c", data[:100])
-    store.append("c", data[100:200])
-    assert [store.read(key) for key in "abc"] == [data[:500], data[:501], data[:200]]
-    for shift in (0, 1):
-        # 1000 bytes are no block: O_DIRECT refuses the rest, and the image goes out buffered.
-        store.write_image("image", aligned(data, shift=shift))
-        with store.open_image("image") as reader:
-            assert reader.read(0, len(data)) == data
 
 
 # --- direct and buffered images ------------------------------------------------------------------
@@ -595,58 +357,3 @@ def test_a_location_is_a_path_or_a_file_url(tmp_path: Path) -> None:
     assert repr(open_store(wanted)) == f"FileStore({wanted!r})"
     with pytest.raises(Misuse, match="scheme 'gopher' is not supported; wanted a path"):
         open_store("gopher://x/y")
-
-
-# --- the faulty store ----------------------------------------------------------------------------
-
-
-def test_faults_come_when_they_are_due(tmp_path: Path) -> None:
-    inner = FileStore(tmp_path)
-    store = FaultyStore(inner, [Fault(2, "fail"), Fault(3, "fail after"), Fault(5, "stop")])
-    store.put("a", b"1")
-    with pytest.raises(StoreFailed, match="operation 2"):
-        store.put("a", b"2")
-    with pytest.raises(StoreFailed, match="operation 3"):
-        store.put("a", b"3")
-    assert store.read("a") == b"3"
-    store.put("a", b"4")
-    with pytest.raises(Died):
-        store.put("a", b"5")
-    for act in (lambda: store.read("a"), lambda: store.list(""), lambda: store.put("b", b"")):
-        with pytest.raises(Died):
-            act()
-    assert inner.read("a") == b"4"
-    assert store.operations == ["put a"] * 5
-
-
-def test_a_torn_operation_is_half_done(tmp_path: Path) -> None:
-    inner = FileStore(tmp_path)
-    inner.put_many({"d/1": b"", "d/2": b"", "d/3": b"", "d/4": b"", "m/1": b""})
-
-    def torn(act: Callable[[FaultyStore], None]) -> None:
-        with pytest.raises(Died):
-            act(FaultyStore(inner, [Fault(1, "torn")]))
-
-    torn(lambda store: store.delete_tree("d"))
-    assert len(inner.list("d")) == 2
-    torn(lambda store: store.write_image("image", memoryview(b"12345678")))
-    with inner.open_image("image") as reader:
-        assert reader.read(0, reader.size_bytes) == b"1234"
-    torn(lambda store: store.put_many({"x/1": b"1234"}))
-    torn(lambda store: store.put_if_absent("x/2", b"1234"))
-    assert inner.list("x") == []
-    assert sorted(path.read_bytes() for path in (tmp_path / "x").iterdir()) == [b"12", b"12"]
-    torn(lambda store: store.move("m", "n"))
-    assert inner.exists("m")
-
-
-def test_a_slow_store_is_slow_and_counts_from_all_threads(tmp_path: Path) -> None:
-    store = FaultyStore(FileStore(tmp_path), delay_s=0.001)
-    threads = [threading.Thread(target=lambda i=i: store.put(f"{i}", b"")) for i in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(store.operations) == [f"put {i}" for i in range(5)]
-    with pytest.raises(NotFound):
-        store.read("absent")

@@ -1,0 +1,174 @@
+"""A small step with many dtypes, whose files are damaged and mended again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+
+from ckpt import grid, image
+from ckpt.errors import Damaged
+from ckpt.lineage import StepId
+from ckpt.manager import CheckpointManager, Shared
+from ckpt.reader import Reader
+from ckpt.retention import Keep
+from ckpt.store import FileStore
+from ckpt.verification import verify_step
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Orbax and what it imports
+    import orbax.checkpoint.experimental.v1 as orbax
+
+
+def state_of(tag: int) -> dict[str, Any]:
+    rng = np.random.default_rng(tag)
+    return {
+        "params": {
+            "w": jnp.asarray(rng.standard_normal((3, 4), np.float32)),
+            "b": jnp.asarray(rng.standard_normal(5)).astype(jnp.bfloat16),
+        },
+        "small": rng.integers(-8, 8, (2, 3)).astype(ml_dtypes.int4),
+        "f8": rng.standard_normal(3).astype(ml_dtypes.float8_e4m3fn),
+        "mask": rng.integers(0, 2, 7).astype(bool),
+        "z": np.array(1 + 2j * tag, np.complex64),
+        "empty": np.zeros((0, 3), np.int8),
+        "key": jax.random.key(tag),
+        "counts": (np.int64(tag), tag, float(tag)),
+        "text": f"tag {tag}",
+    }
+
+
+def bits(state: Any) -> list[Any]:
+    found: list[Any] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if key else leaf)
+        found.append((str(path), str(array.dtype), array.shape, array.tobytes()))
+    return found
+
+
+@functools.cache
+def saved_bits(tag: int) -> list[Any]:
+    return bits(state_of(tag))
+
+
+class Stream:
+    """The least that an iterator must be."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def save_steps(root: Path, steps: range) -> None:
+    stream = Stream()
+    tier = Shared(root, keep=Keep())
+    with CheckpointManager(tier, arena=root.parent / f"arena-{steps.start}") as manager:
+        manager.resume(data=stream)
+        for step in steps:
+            stream.at = step
+            figures = {"loss": 1 / step}
+            manager.save(step, state_of(step), data=stream, metrics=figures, extra={"step": step})
+        manager.wait_until_finished(60)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step whose files are damaged one by one, and mended again."""
+
+    root: Path
+    step: int
+    branch: int = 1
+    attempt: int = 1
+
+    @property
+    def id(self) -> StepId:
+        return StepId(self.step, self.branch, self.attempt)
+
+    @property
+    def store(self) -> FileStore:
+        return FileStore(self.root)
+
+    @property
+    def path(self) -> Path:
+        return self.root / f"branch-{self.branch}" / str(self.step)
+
+    def files(self) -> list[str]:
+        """All files, relative to the step."""
+        found = (path for path in self.path.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(self.path)) for path in found)
+
+    def padding(self, name: str) -> set[int]:
+        """Bytes that nobody reads: in an image, what is neither page, nor table, nor chunk."""
+        if not name.endswith(".image"):
+            return set()
+        data = (self.path / name).read_bytes()
+        header = image.decode(lambda at, n: data[at : at + n], len(data), name)
+        free = set(range(grid.PAGE_BYTES, len(data)))
+        for start, length in image.payload_ranges(header).tolist():
+            free -= set(range(start, start + length))
+        # The page says where the table lies; see `_PAGE` in ckpt/image.py.
+        table_at, table_bytes = np.frombuffer(data, "<u8", 2, offset=24).tolist()
+        return free - set(range(table_at, table_at + table_bytes))
+
+    def reported(self, name: str, what: str) -> None:
+        """Verify and restore both report damage to a file; no wrong value comes out."""
+        report = verify_step(self.store, self.id)
+        assert not report.intact, f"{what}: verify says it is intact"
+        files = [each.file for each in report.damage]
+        assert any(file.endswith(f"/{name}") for file in files), f"{what}: {report.damage}"
+        try:
+            restored = Reader(self.store).restore_step(self.id)
+        except Damaged as error:
+            if name not in str(error):
+                raise AssertionError(f"{what}: reported without its name") from error
+            return
+        assert bits(restored.state) == saved_bits(self.step), f"{what}: WRONG VALUES"
+        damage = restored.report.damage
+        assert any(each.file.endswith(name) for each in damage), f"{what}: {damage}"
+
+    def unharmed(self, what: str) -> None:
+        """Nothing is reported, and nothing wrong comes out."""
+        report = verify_step(self.store, self.id)
+        assert report.intact, f"{what}: {report.damage}"
+        restored = Reader(self.store).restore_step(self.id)
+        assert restored.report.damage == (), what
+        assert bits(restored.state) == saved_bits(self.step), f"{what}: WRONG VALUES"
+
+
+def flip(file: int, at: int, mask: int) -> None:
+    byte = os.pread(file, 1, at)[0]
+    os.pwrite(file, bytes([byte ^ mask]), at)
+
+
+def tree_bytes(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def by_others(step: Step) -> dict[str, Any]:
+    """The arrays as TensorStore and Orbax read them."""
+    found: dict[str, Any] = {}
+    for param in ("params.w", "params.b", "small", "mask", "f8", "z"):
+        base = f"file://{step.path}/state/"
+        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": param}}
+        array = ts.open(spec, read=True, context=ts.Context()).result().read().result()
+        found[param] = (str(array.dtype), array.shape, array.tobytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        state = orbax.load(step.path)
+    found["orbax"] = bits({"w": state["params"]["w"], "b": state["params"]["b"], "f8": state["f8"]})
+    return found
