@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ckpt import commit, layout, snapshot, states, tree
+from ckpt.again import Held, Written
 from ckpt.arena import Arena, default_directory, remove_stale
 from ckpt.environment import environment
 from ckpt.errors import CheckpointError, Misuse, Superseded
@@ -49,6 +50,18 @@ class Shared:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise Misuse(f"Shared(every={self.every}): wanted at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class _Last:
+    """The newest step that an attempt has saved or restored."""
+
+    id: StepId
+    data: dict[str, Json]
+    """States of the iterators that were given."""
+    pending: Pending | None = None
+    """None: it was restored."""
+    held: Held | None = None
 
 
 @final
@@ -93,9 +106,8 @@ class CheckpointManager:
         """That attempt, once it has decided."""
         self._plan: snapshot.SnapshotPlan | None = None
         self._pending: list[Pending] = []
-        self._last: tuple[int, dict[str, Json]] | None = None
-        """Newest step saved or restored by this attempt, with its data states."""
-        self._last_pending: Pending | None = None
+        self._last: _Last | None = None
+        """Newest step saved or restored by this attempt."""
         self._superseded: Superseded | None = None
         """Raised by every later call: there is no way on for this manager."""
         self._unheard: list[BaseException] = []
@@ -236,9 +248,9 @@ class CheckpointManager:
             start = Start(self._store, matter, self._held, self._now_holds)
             self._attempt = started = start.run(wish)
         restored = started.restored
-        self._last, self._last_pending = None, None
-        if not restored.report.fresh:
-            self._last = (restored.step, states.take(wish.data))
+        self._last = None
+        if restored.report.source is not None:
+            self._last = _Last(restored.report.source, states.take(wish.data))
         return restored
 
     def _now_holds(self, number: int) -> None:
@@ -268,7 +280,8 @@ class CheckpointManager:
         """Copy the state and save it in the background, if the tier is due (or `force`).
 
         When it returns, the state may be donated or overwritten. `step` counts completed updates.
-        Saving the step that was saved or restored last gives the Pending of that save.
+        Saving the step that was saved or restored last, with the values that it holds, gives the
+        Pending of that save; data, metrics and extra stay as they were saved then.
 
         Args:
             state: a pytree; data: an iterator, or a mapping of names to iterators.
@@ -279,6 +292,7 @@ class CheckpointManager:
 
         Raises:
             Misuse: a step number below the last, or data and step did not move together.
+            AlreadyExists: the step that was saved or restored last holds other values.
             Unsupported: a leaf that cannot be held; names it.
             CheckpointError: an earlier save failed in the background and nobody has been told.
                 This one has begun all the same, as in the other processes.
@@ -291,10 +305,12 @@ class CheckpointManager:
             if not force and not self.should_save(step):
                 return None
             self._begin()
-            if self._last is not None and step <= self._last[0]:
-                pending = self._saved_already(step)
-            else:
+            again = self._last is not None and step <= self._last.id.step
+            if not again:
                 pending = self._save(step, state, data, metrics, extra, guard)
+        if again:
+            # Peers are not told: they may be in the middle of the save of this very step.
+            pending = self._saved_already(step, state)
         self._raise_background_errors([other for other in earlier if other is not pending])
         return pending
 
@@ -310,8 +326,8 @@ class CheckpointManager:
         begun = time.monotonic()
         attempt = self._begin()
         taken = states.take(data)
-        if self._last is not None and self._last[1]:
-            states.check_moved(data, self._last[1], taken, step - self._last[0], step)
+        if self._last is not None and self._last.data:
+            states.check_moved(data, self._last.data, taken, step - self._last.id.step, step)
         known = None if self._plan is None else self._plan.outline
         flat = tree.flatten(state, known=known)
         step_id = StepId(step, attempt.decision.branch, attempt.number)
@@ -349,22 +365,36 @@ class CheckpointManager:
             )
         )
         self._pending.append(pending)
-        self._last, self._last_pending = (step, taken), pending
+        held = Held(flat.specs, [taken_snapshot.header], flat.structure)
+        self._last = _Last(step_id, taken, pending, held)
         return pending
 
-    def _saved_already(self, step: int) -> Pending:
-        assert self._last is not None
-        newest = self._last[0]
-        if step < newest:
+    def _saved_already(self, step: int, state: Any) -> Pending:
+        last = self._last
+        assert last is not None
+        if step < last.id.step:
             raise Misuse(
-                f"step {step}: this attempt has already reached step {newest}, and steps only "
-                "grow on a branch; rewind() or restore(step=) to go back"
+                f"step {step}: this attempt has already reached step {last.id.step}, and steps "
+                "only grow on a branch; rewind() or restore(step=) to go back"
             )
-        if self._last_pending is not None:
-            return self._last_pending
+        with self._matter() as matter:
+            matter.vote("saved again", lambda: self._must_be_saved(last, state))
+        if last.pending is not None:
+            return last.pending
         pending = Pending(step, (TIER,))
         pending._finish()
         return pending
+
+    def _must_be_saved(self, last: _Last, state: Any) -> None:
+        if last.pending is not None:
+            # Reading it, should that be needed, must find it; and of a failed one nothing is there.
+            last.pending._done.wait()
+            if last.pending._error is not None:
+                return
+        assert self._arena is not None
+        self._plan = Written(self._store, last.id, last.held).must_be(
+            state, self._arena, self._plan
+        )
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""

@@ -54,3 +54,107 @@ def test_the_largest_step_number_can_be_named_and_the_next_is_refused(root: Path
         assert m.resume().step == layout.MAX_STEP
     with pytest.raises(ckpt.Misuse, match="at most"):
         ckpt.save(root, state_of(2))
+
+
+# --- a step that is saved again ----------------------------------------------------------------
+
+
+def changed(step: int, name: str) -> dict:
+    state = state_of(step)
+    was = state[name]
+    other = {
+        "w": lambda: was.at[63, 15].add(1),
+        "key": lambda: jax.random.fold_in(was, 1),
+        "step": lambda: was + 1,
+        "np": lambda: np.append(was[:-1], was[-1] + 1),
+    }
+    return {**state, name: other[name]()}
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["saved", "restored"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_step_saved_again_with_other_values_is_refused(
+    root: Path, slots: int, restored: bool
+) -> None:
+    with manager(root, slots=slots) as m:
+        first = m.save(5, state_of(5))
+        if restored:
+            m.resume(like=state_of(0))
+        for name in ("w", "key", "step", "np"):
+            with pytest.raises(
+                ckpt.AlreadyExists, match=f"step 5 is saved already.*\n  {name}: other"
+            ):
+                m.save(5, changed(5, name))
+        for other, line in (
+            ({"w": state_of(5)["w"]}, "key: wanted nothing"),
+            ({**state_of(5), "more": np.ones(2)}, r"more: wanted float64\[2\], found nothing"),
+            ({**state_of(5), "np": np.ones(5, np.int32)}, r"np: wanted int32\[5\]"),
+        ):
+            with pytest.raises(ckpt.AlreadyExists, match=line):
+                m.save(5, other)
+        again = m.save(5, state_of(5))
+        assert again is first or (restored and again.done())
+        m.save(6, changed(5, "w")).wait()
+        assert m.all_steps() == [5, 6]
+    for step in (5, 6):
+        wanted = state_of(5) if step == 5 else changed(5, "w")
+        found = ckpt.restore(root, like=wanted, step=step).state
+        np.testing.assert_array_equal(found["w"], wanted["w"])
+
+
+def test_values_in_the_record_and_containers_count_too(root: Path) -> None:
+    def state(text: str = "a", big: int = 2**70, kind: type = list) -> dict:
+        return {"text": text, "big": big, "layers": kind([np.zeros(2)])}
+
+    with manager(root) as m:
+        first = m.save(1, state())
+        with pytest.raises(ckpt.AlreadyExists, match="text: another value"):
+            m.save(1, state(text="b"))
+        for big in (2**70 + 1, 3):
+            with pytest.raises(ckpt.AlreadyExists, match="big: another value"):
+                m.save(1, state(big=big))
+        with pytest.raises(ckpt.AlreadyExists, match="other containers"):
+            m.save(1, state(kind=tuple))
+        assert m.save(1, state()) is first
+
+
+def test_many_other_leaves_are_counted(root: Path) -> None:
+    with manager(root) as m:
+        m.save(1, [np.float32(i) for i in range(30)])
+        with pytest.raises(ckpt.AlreadyExists, match="and 10 more"):
+            m.save(1, [np.float32(-1)] * 30)
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["saved", "restored"])
+def test_the_same_values_under_another_sharding_are_the_same(root: Path, restored: bool) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    values = jnp.arange(64 * 8, dtype=jnp.float32).reshape(64, 8)
+
+    def state(spec: tuple, add: int = 0) -> dict:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return {"w": jax.device_put(values + add, sharding), "b": np.ones(3)}
+
+    with manager(root) as m:
+        first = m.save(1, state(("x",)))
+        if restored:
+            m.resume(like=state(()))
+        for spec in ((None, "x"), (), ("x",)):
+            again = m.save(1, state(spec))
+            assert again is first or (restored and again.done())
+            with pytest.raises(ckpt.AlreadyExists, match="\n  w: other values"):
+                m.save(1, state(spec, add=1))
+        assert m.all_steps() == [1]
+
+
+def test_a_step_whose_save_failed_gives_its_error_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ckpt.StoreFailed("disk on fire")
+
+    monkeypatch.setattr("ckpt.store.FileStore.write_image", fail)
+    with manager(root) as m:
+        pending = m.save(1, state_of(1))
+        assert m.save(1, state_of(2)) is pending
+        with pytest.raises(ckpt.StoreFailed, match="on fire"):
+            pending.wait()
