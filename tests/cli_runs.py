@@ -88,5 +88,8 @@ def refusal(*arguments: Any, code: int) -> str:
     assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("ckpt: ")
-    assert result.stdout == ""
+    if "--json" in arguments:
+        assert json.loads(result.stdout)["error"]["exit_code"] == code
+    else:
+        assert result.stdout == ""
     return " ".join(result.stderr.split())

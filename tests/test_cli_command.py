@@ -17,8 +17,8 @@ from rich.console import Console
 
 import ckpt
 from ckpt import layout
-from ckpt.errors import StoreFailed
-from tools import cli, commands
+from ckpt.errors import CheckpointError, Damaged, InUse, StoreFailed
+from tools import cli, commands, failures
 from tools.demo import play
 from tools.demo.trainer import TrainerFailed
 
@@ -137,7 +137,7 @@ def test_text_from_files_is_never_obeyed(run):
 def test_every_exit_code_is_in_the_help():
     pages = {name: ckpt_command(name, "--help").stdout for name in (*VIEWS, "rewind", "demo")}
     whole = ckpt_command("--help").stdout
-    for code, meaning in cli.EXIT_CODES.items():
+    for code, meaning in failures.EXIT_CODES.items():
         assert re.search(rf"^ +{code}  {re.escape(meaning)}", whole, re.M), code
     for name, page in pages.items():
         assert "Exit codes:" in page, name
@@ -146,7 +146,7 @@ def test_every_exit_code_is_in_the_help():
             int(code)
             for code in re.findall(r"^ +(\d+)  \w", page.partition("Exit codes:")[2], re.M)
         }
-        assert {0, 2} < told <= cli.EXIT_CODES.keys(), name
+        assert {0, 2} < told <= failures.EXIT_CODES.keys(), name
 
 
 def test_versions():
@@ -165,6 +165,70 @@ def test_faults_have_one_message_and_a_traceback_only_when_asked_for(original, m
     assert "unexpected ZeroDivisionError: of mine" in refusal("ls", original, code=70)
     result = ckpt_command("ls", original, "--debug")
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+def told_as_json(*arguments, code):
+    """The error that a command with `--json` prints, and nothing else on stdout."""
+    result = ckpt_command(*arguments, "--json")
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    found = json.loads(result.stdout)
+    assert set(found) == {"error"}
+    assert set(found["error"]) == {"kind", "message", "exit_code"}
+    assert found["error"]["exit_code"] == code
+    told = re.sub(r"[^\x21-\x7e]", "", result.stderr)  # without frames and line breaks
+    assert re.sub(r"[^\x21-\x7e]", "", found["error"]["message"]) in told
+    return found["error"]
+
+
+@pytest.mark.parametrize("command", VIEWS)
+def test_errors_are_json_where_json_was_wanted(command, odd, run):
+    error = told_as_json(command, odd / "missing", code=3)
+    assert error["kind"] == "NotFound"
+    assert str(odd / "missing") in error["message"]
+    assert told_as_json(command, "ftp://bucket/run", code=2)["kind"] == "Misuse"
+    (odd / "loop").symlink_to("loop")
+    assert told_as_json(command, odd / "loop", code=4)["kind"] in ("StoreFailed", "OSError")
+    assert told_as_json(command, code=2)["kind"] == "Misuse"
+    assert "--nonsense" in told_as_json(command, run, "--nonsense", code=2)["message"]
+
+
+def test_errors_of_all_kinds_are_json(run, monkeypatch):
+    assert "No such command" in told_as_json("nonsense", code=2)["message"]
+    assert told_as_json(code=2)["message"] == "Missing command."
+    rewind = ("rewind", run, "--to", 5, "--reason", "x")
+    assert "--yes" in told_as_json(*rewind, code=2)["message"]
+    assert "A < B" in told_as_json(*rewind, "--skip-steps", "7:3", code=2)["message"]
+    assert told_as_json("demo", "--steps", 5, code=2)["kind"] == "Misuse"
+    for error, kind, code in (
+        (Damaged("x"), "Damaged", 1),
+        (StoreFailed("x"), "StoreFailed", 4),
+        (PermissionError("x"), "OSError", 4),
+        (InUse("x"), "InUse", 5),
+        (ZeroDivisionError("x"), "Fault", 70),
+    ):
+
+        def fails(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(commands, "ls", fails)
+        assert told_as_json("ls", run, code=code)["kind"] == kind
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "ls", stopped)
+    result = ckpt_command("ls", run, "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["error"]["kind"] == "Stopped"
+
+
+def test_the_kinds_of_errors_are_in_the_help():
+    page = " ".join(ckpt_command("--help").stdout.split())
+    for kind in failures.CODE_OF:
+        assert re.search(rf"\b{kind}\b", page), kind
+    assert '{"error": {"kind": ..., "message": ..., "exit_code": ...}}' in page
+    names = {kind.__name__ for kind in CheckpointError.__subclasses__()}
+    assert {"NotFound", "Damaged"} < names <= failures.CODE_OF.keys()
 
 
 def test_ctrl_c_is_quiet(original):

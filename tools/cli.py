@@ -8,54 +8,18 @@ imported by that command, so that the others answer at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
-import json
-import math
-import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from tools import commands, views
-
-EXIT_CODES = {
-    0: "fine",
-    1: "damage or a difference was found",
-    2: "wrong use, or a format that this release does not read",
-    3: "not found",
-    4: "the store, or a process that was needed, failed",
-    5: "in use by a live trainer, or superseded by one",
-    70: "a fault of this program",
-    130: "stopped by the user: Ctrl-C, or 'no' to a question",
-}
-
-_CODE_OF = {
-    "NotFound": 3,
-    "Damaged": 1,
-    "Mismatch": 1,
-    "BadRecord": 1,
-    "Misuse": 2,
-    "Unsupported": 2,
-    "AlreadyExists": 2,
-    "StoreFailed": 4,
-    "PeerFailed": 4,
-    "TrainerFailed": 4,
-    "Superseded": 5,
-    "InUse": 5,
-}
-"""By the name of an error, which says what can be done about it in both trees of errors."""
-
-_WIDE = 100_000
-"""Columns of what is no terminal: nothing is wrapped or cut there."""
-
-_BROKEN_PIPE = 141
-"""As the shell tells it of a program that SIGPIPE ended."""
+from tools import commands, output, views
+from tools.failures import CODE_OF, EXIT_CODES, Group, Refusal, told
 
 
 def _codes(*codes: int) -> str:
@@ -65,17 +29,31 @@ def _codes(*codes: int) -> str:
     )
 
 
+_KINDS: dict[int, list[str]] = {}
+for _kind, _code in CODE_OF.items():
+    _KINDS.setdefault(_code, []).append(_kind)
+_ERRORS = (
+    'With --json an error is {"error": {"kind": ..., "message": ..., "exit_code": ...}}; '
+    "its message stands on stderr, too. Kinds by exit code: "
+    + "; ".join(f"{code} {', '.join(kinds)}" for code, kinds in sorted(_KINDS.items()))
+    + "."
+)
+
 app = typer.Typer(
     name="ckpt",
     help="Look at, check and rewind the checkpoints of a run.",
-    epilog=_codes(*EXIT_CODES),
+    cls=Group,
+    epilog=f"{_codes(*EXIT_CODES)}\n\n{_ERRORS}",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value, and nothing else.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON value, and nothing else; of an error, too."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run.")]
 RunOrStep = Annotated[
@@ -108,7 +86,7 @@ def root(
     """Look at, check and rewind the checkpoints of a run."""
     if version:
         found = commands.versions()
-        _answer(found, views.versions(found), as_json=as_json)
+        output.answer(found, views.versions(found), as_json=as_json)
         raise typer.Exit
     if context.invoked_subcommand is None:
         context.fail("Missing command.")
@@ -129,9 +107,9 @@ def ls(
 
     Example: [bold]ckpt ls runs/a --all[/]
     """
-    with _told(debug=debug):
+    with told(debug=debug, as_json=as_json):
         found = commands.ls(run, every_branch=every_branch)
-        _answer(found, views.ls(found), as_json=as_json)
+        output.answer(found, views.ls(found), as_json=as_json)
         _exit(damaged=any(row.state == "damaged" for row in found.steps))
 
 
@@ -143,9 +121,9 @@ def log(run: Run, as_json: AsJson = False, debug: Debug = False) -> None:
 
     Example: [bold]ckpt log runs/a[/]
     """
-    with _told(debug=debug):
+    with told(debug=debug, as_json=as_json):
         found = commands.log(run)
-        _answer(found, views.log(found), as_json=as_json)
+        output.answer(found, views.log(found), as_json=as_json)
         _exit(damaged=any(row.damage for row in found.attempts))
 
 
@@ -168,9 +146,9 @@ def inspect(
     """
     from tools import inspection
 
-    with _told(debug=debug):
+    with told(debug=debug, as_json=as_json):
         found = inspection.inspect(location, step=step, glob=glob)
-        _answer(found, views.inspect(found), as_json=as_json)
+        output.answer(found, views.inspect(found), as_json=as_json)
         _exit(damaged=bool(found.damage))
 
 
@@ -189,10 +167,10 @@ def verify(
 
     Example: [bold]ckpt verify runs/a/branch-1/4000[/]
     """
-    with _told(debug=debug):
+    with told(debug=debug, as_json=as_json):
         with _progress(shown=not shallow) as progress:
             found = commands.verify(location, shallow=shallow, progress=progress)
-        _answer(found, views.verify(found), as_json=as_json)
+        output.answer(found, views.verify(found), as_json=as_json)
         _exit(damaged=not found.intact)
 
 
@@ -232,7 +210,7 @@ def rewind(
     """
     from tools import rewinding
 
-    with _told(debug=debug):
+    with told(debug=debug, as_json=as_json):
         planned = rewinding.plan(
             run,
             to,
@@ -242,14 +220,14 @@ def rewind(
             seen_by=seen_by,
         )
         if dry_run:
-            _answer(planned, views.rewind_plan(planned), as_json=as_json)
+            output.answer(planned, views.rewind_plan(planned), as_json=as_json)
             return
         if not as_json:
-            _print(views.rewind_plan(planned))
+            output.print_text(views.rewind_plan(planned))
         if not yes:
             _ask(as_json=as_json)
         done = rewinding.carry_out(planned)
-        _answer(done, views.rewound(done), as_json=as_json)
+        output.answer(done, views.rewound(done), as_json=as_json)
         _exit(damaged=done.to != planned.to)
 
 
@@ -280,10 +258,11 @@ def demo(
 
     Example: [bold]ckpt demo --steps 200[/]
     """
-    with _told(debug=debug):
+    with told(debug=debug, as_json=as_json):
         for package in ("optax", "matplotlib"):
             if importlib.util.find_spec(package) is None:
-                _fail(f"the demo needs {package}: pip install 'lastgood[demo]'", 2)
+                message = f"the demo needs {package}: pip install 'lastgood[demo]'"
+                raise Refusal("Misuse", message)
         from tools.demo import play
 
         console: Console | None = Console()
@@ -300,11 +279,9 @@ def demo(
                 console=console,
             )
         except ValueError as error:  # arguments that make no sense, says `play.demo`
-            if debug:
-                raise
-            _fail(str(error), 2)
+            raise Refusal("Misuse", str(error)) from error
         if as_json:
-            _print_json(outcome.to_json())
+            output.print_json(outcome.to_json())
         _exit(damaged=not outcome.equal)
 
 
@@ -324,56 +301,13 @@ def _range(option: str, text: str | None) -> range | None:
 
 def _ask(*, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
-        _fail("nobody can be asked here: give --yes to do it, --dry-run to see what it would do", 2)
+        message = "nobody can be asked here: give --yes to do it, --dry-run to see what it would do"
+        raise Refusal("Misuse", message)
     if not typer.confirm("Do it?", err=True):
-        _fail("nothing was changed", 130)
+        raise Refusal("Stopped", "nothing was changed")
 
 
 # --- output --------------------------------------------------------------------------------------
-
-
-def _answer(value: Any, view: Iterable[RenderableType], *, as_json: bool) -> None:
-    if as_json:
-        _print_json(value)
-    else:
-        _print(view)
-
-
-def _print(view: Iterable[RenderableType]) -> None:
-    terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else _WIDE, highlight=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        for each in view:
-            console.print(each, soft_wrap=False)
-    text = captured.get()
-    _write(text if terminal else re.sub(r" +$", "", text, flags=re.MULTILINE))
-
-
-def _print_json(value: Any) -> None:
-    _write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
-
-
-def plain(value: Any) -> Any:
-    """A value of dataclasses as JSON; numbers that JSON has not as text: "nan", "inf"."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _write(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read this has seen enough; Python must not complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(_BROKEN_PIPE) from None
 
 
 @contextlib.contextmanager
@@ -389,40 +323,6 @@ def _progress(*, shown: bool) -> Iterator[commands.Progress | None]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextlib.contextmanager
-def _told(*, debug: bool) -> Iterator[None]:
-    """Errors as one message on stderr and an exit code."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort, typer.BadParameter):
-        raise
-    except Exception as error:
-        if debug:
-            raise
-        code = _code(error)
-        if code != 70:
-            _fail(str(error), code)
-        _fail(
-            f"unexpected {type(error).__name__}: {error}; run it with --debug and report what it "
-            "shows",
-            code,
-        )
-
-
-def _code(error: Exception) -> int:
-    for kind in type(error).__mro__:
-        if kind.__name__ in _CODE_OF:
-            return _CODE_OF[kind.__name__]
-    return 4 if isinstance(error, OSError) else 70
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    console = Console(stderr=True, highlight=False)
-    console.print("[bold red]ckpt:[/] ", end="")
-    console.print(views.printable(message), markup=False, emoji=False, soft_wrap=True)
-    raise typer.Exit(code)
 
 
 def _exit(*, damaged: bool) -> None:
