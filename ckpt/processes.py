@@ -181,18 +181,14 @@ class Matter:
             "type": type(error).__name__,
             "text": str(error),
             "decided": decided,
-            "told": isinstance(error, PeerFailed),
         }
         with contextlib.suppress(PeerFailed):  # there is an error already, and nobody to hear it
             self._processes.put(self._key(f"failed/{self.index}"), json.dumps(note))
 
     def check(self) -> None:
         """Raise the bad news there are: what another process told with `fail`, or that it left."""
-        failed = self._others(self._key("failed"))
-        if failed:
-            notes = [(process, json.loads(text)) for process, text in failed]
-            # Who speaks of itself comes before who was told of it.
-            raise _error_of(*min(notes, key=lambda note: (note[1]["told"], note[0])))
+        for process, text in self._others(self._key("failed")):
+            raise _error_of(process, json.loads(text))
         for process, why in self._others("left"):
             raise PeerFailed(f"process {process} takes no part in {self._name} any more: {why}")
 
@@ -245,7 +241,7 @@ def _error_of(process: int, note: Json) -> CheckpointError:
         found: CheckpointError = getattr(errors, kind)(f"process {process}: {text}")
         return found
     if kind == PeerFailed.__name__:
-        return PeerFailed(text)
+        return PeerFailed(text)  # what it heard from a third one, or did not hear
     return PeerFailed(f"process {process} failed: {kind}: {text}")
 
 
