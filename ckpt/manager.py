@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -59,6 +59,8 @@ class _Last:
     id: StepId
     data: dict[str, Json]
     """States of the iterators that were given."""
+    named: Collection[str]
+    """The iterators whose states the next step is to have, too."""
     pending: Pending | None = None
     """None: it was restored."""
     held: Held | None = None
@@ -249,8 +251,14 @@ class CheckpointManager:
             self._attempt = started = start.run(wish)
         restored = started.restored
         self._last = None
-        if restored.report.source is not None:
-            self._last = _Last(restored.report.source, states.take(wish.data))
+        source = restored.report.source
+        if source is not None:
+            saved = self._reader.manifest(source).data if source.attempt else {}
+            if wish.load_values:
+                states.note_left_out(saved, wish.data, f"{self.location}: step {source.step}")
+            dropped = wish.data is not None and not states.named(wish.data)
+            named = () if dropped else tuple(saved)
+            self._last = _Last(source, states.take(wish.data), named)
         return restored
 
     def _now_holds(self, number: int) -> None:
@@ -284,14 +292,16 @@ class CheckpointManager:
         Pending of that save; data, metrics and extra stay as they were saved then.
 
         Args:
-            state: a pytree; data: an iterator, or a mapping of names to iterators.
+            state: a pytree; data: an iterator, or a mapping of names to iterators. An empty one
+                says that there are none from now on.
             metrics: numbers by name, for `Keep(best=...)`; extra: any JSON value.
 
         Returns:
             None when the tier is not due, without touching `data`.
 
         Raises:
-            Misuse: a step number below the last, or data and step did not move together.
+            Misuse: a step number below the last, data and step did not move together, or no `data`
+                though the step before has some.
             AlreadyExists: the step that was saved or restored last holds other values.
             Unsupported: a leaf that cannot be held; names it.
             CheckpointError: an earlier save failed in the background and nobody has been told.
@@ -325,6 +335,8 @@ class CheckpointManager:
     ) -> Pending:
         begun = time.monotonic()
         attempt = self._begin()
+        if self._last is not None:
+            states.must_go_on(self._last.named, data, f"{self.location}: step {step}")
         taken = states.take(data)
         if self._last is not None and self._last.data:
             states.check_moved(data, self._last.data, taken, step - self._last.id.step, step)
@@ -366,7 +378,7 @@ class CheckpointManager:
         )
         self._pending.append(pending)
         held = Held(flat.specs, [taken_snapshot.header], flat.structure)
-        self._last = _Last(step_id, taken, pending, held)
+        self._last = _Last(step_id, taken, tuple(taken), pending, held)
         return pending
 
     def _saved_already(self, step: int, state: Any) -> Pending:

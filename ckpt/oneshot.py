@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
-from ckpt import layout
-from ckpt.errors import Misuse, Unsupported
+from ckpt import layout, states
+from ckpt.errors import Damaged, Misuse, NotFound, Unsupported
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId
 from ckpt.orbax_files import undescribed
@@ -40,6 +41,8 @@ def save(
 
     The first step of a new run is 0. Give `step` to choose a number above the newest.
 
+    A run whose newest step has data takes a step without only with `data={}`.
+
     Raises as `CheckpointManager.save`.
     """
     from ckpt.manager import CheckpointManager
@@ -50,11 +53,23 @@ def save(
         number = (0 if newest is None else newest + 1) if step is None else check_step_number(step)
         if newest is not None and number <= newest:
             raise Misuse(f"{location}: step {number} is not above the newest, {newest}")
+        if newest is not None and data is None:
+            # Before a running trainer is superseded for nothing.
+            states.must_go_on(_data_of(manager._reader, newest), data, f"{location}: step {number}")
         manager._start(Wish("resume", load_values=False))
         pending = manager.save(number, state, data=data, metrics=metrics, extra=extra, force=True)
         assert pending is not None
         pending.wait()
     return number
+
+
+def _data_of(reader: Reader, step: int) -> Collection[str]:
+    """The iterators whose states a step has; of a damaged one the start will tell."""
+    try:
+        found = reader.find(step)
+        return reader.manifest(found).data if found.attempt else ()
+    except (Damaged, NotFound):
+        return ()
 
 
 def restore(

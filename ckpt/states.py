@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 from ckpt.errors import Mismatch, Misuse
@@ -82,6 +82,33 @@ def take(data: Any) -> dict[str, Json]:
             "elastic": isinstance(each, Skipping),
         }
     return taken
+
+
+def must_go_on(saved: Collection[str], data: Any, where: str) -> None:
+    """The step before has states of the iterators `saved`: the next one is to have them, too.
+
+    Raises:
+        Misuse: `data` was forgotten. An empty mapping says that there is none on purpose.
+    """
+    if data is None and saved:
+        raise Misuse(
+            f"{where}: the step before has the position of the iterators "
+            f"{', '.join(map(repr, sorted(saved)))}, and save() got no `data`: the run could not "
+            "go on from there with the same data; give them to resume() and save(), or data={} to "
+            "save none from now on"
+        )
+
+
+def note_left_out(saved: Collection[str], data: Any, where: str) -> None:
+    """Warn of iterators whose saved states a restore leaves where they are."""
+    left = sorted(saved) if data is None else sorted(set(saved) - named(data).keys())
+    if left and (data is None or named(data)):
+        _log.warning(
+            "%s: has the position of the iterators %s, which were not given as `data` and stay "
+            "where they are; give them, or data={} if there are none from now on",
+            where,
+            ", ".join(map(repr, left)),
+        )
 
 
 def put(

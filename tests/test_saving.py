@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from memory_source import Columns
 
 import ckpt
 from ckpt import layout
+from datapipe import Pipeline
 
 
 @pytest.fixture
@@ -158,3 +160,76 @@ def test_a_step_whose_save_failed_gives_its_error_again(
         assert m.save(1, state_of(2)) is pending
         with pytest.raises(ckpt.StoreFailed, match="on fire"):
             pending.wait()
+
+
+# --- a step without the data of the one before -------------------------------------------------
+
+
+def pipeline(batch_size: int = 4, seed: int = 3) -> Pipeline:
+    return Pipeline(Columns(97), batch_size=batch_size, seed=seed)
+
+
+def with_data(root: Path, step: int = 1) -> None:
+    with manager(root) as m, pipeline().iterator() as data:
+        m.resume(data=data)
+        for _ in range(step):
+            next(data)
+        m.save(step, state_of(step), data=data).wait()
+
+
+FORGOTTEN = r"the iterators 'data', and save\(\) got no `data`.*data=\{\}"
+
+
+@pytest.mark.parametrize("begin", ["go on", "resume", "restore", "rewind"])
+def test_data_that_is_forgotten_at_save_is_named(
+    root: Path, begin: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_data(root)
+    with manager(root) as m, pipeline().iterator() as data:
+        if begin == "go on":
+            m.resume(data=data)
+            next(data)
+            m.save(2, state_of(2), data=data)
+        else:
+            {"resume": m.resume, "restore": m.restore, "rewind": lambda: m.rewind(1)}[begin]()
+        told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(told) == (begin != "go on"), told
+        assert all("step 1: has the position of the iterators 'data'" in each for each in told)
+        with pytest.raises(ckpt.Misuse, match=FORGOTTEN):
+            m.save(3, state_of(3))
+        m.save(3, state_of(3), data={}).wait()
+        m.save(4, state_of(4)).wait()  # none from now on
+        assert m.all_steps()[-2:] == [3, 4]
+
+
+def test_an_empty_mapping_at_resume_says_that_there_is_no_data(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_data(root)
+    with manager(root) as m:
+        m.resume(data={})
+        m.save(2, state_of(2)).wait()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_an_iterator_that_is_left_out_at_resume_is_named(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(root) as m:
+        data = {"text": pipeline().iterator(), "images": pipeline(2).iterator()}
+        m.save(1, state_of(1), data=data).wait()
+        m.resume(data={"text": data["text"]})
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "iterators 'images', which were not given" in record.getMessage()
+
+
+def test_one_call_does_not_drop_the_data_of_a_run(root: Path) -> None:
+    with_data(root)
+    attempts = sorted(path.name for path in (root / "attempts").iterdir())
+    with pytest.raises(ckpt.Misuse, match=FORGOTTEN):
+        ckpt.save(root, state_of(2))
+    assert sorted(path.name for path in (root / "attempts").iterdir()) == attempts
+    with pipeline().iterator() as data:
+        assert ckpt.save(root, state_of(2), data=data) == 2
+    assert ckpt.save(root, state_of(3), data={}) == 3
+    assert ckpt.save(root, state_of(4)) == 4
