@@ -389,6 +389,12 @@ class CheckpointManager:
                 f"step {step}: this attempt has already reached step {last.id.step}, and steps "
                 "only grow on a branch; rewind() or restore(step=) to go back"
             )
+        if last.pending is not None:
+            # Reading it, should that be needed, must find it; and of a failed one nothing is there,
+            # nor are all processes: where it failed, its number may still be free.
+            last.pending._done.wait()
+            if last.pending._error is not None:
+                return last.pending
         with self._matter() as matter:
             matter.vote("saved again", lambda: self._must_be_saved(last, state))
         if last.pending is not None:
@@ -398,11 +404,6 @@ class CheckpointManager:
         return pending
 
     def _must_be_saved(self, last: _Last, state: Any) -> None:
-        if last.pending is not None:
-            # Reading it, should that be needed, must find it; and of a failed one nothing is there.
-            last.pending._done.wait()
-            if last.pending._error is not None:
-                return
         assert self._arena is not None
         self._plan = Written(self._store, last.id, last.held).must_be(
             state, self._arena, self._plan

@@ -76,9 +76,11 @@ def unsupported_for_one(stage: Stage) -> dict[str, Any]:
         m.save(1, state(1)).wait()
         tree = state(2) if stage.index == 0 else {**state(2), "host": object()}
         save_error = error_of(lambda: m.save(2, tree))
-        wait_error = None if save_error else error_of(lambda: m._last_pending.wait())
+        wait_error = None if save_error else error_of(lambda: m._pending[-1].wait())
+        again = error_of(lambda: m.save(2, state(2)).wait())
         m.save(3, state(3)).wait()
-        return {"save": save_error, "wait": wait_error, "steps": m.all_steps()}
+        found = {"save": save_error, "wait": wait_error, "again": again, "steps": m.all_steps()}
+        return {**found, "restored": m.resume(like=like()).step}
 
 
 def store_fails_for_one(stage: Stage) -> dict[str, Any]:

@@ -172,7 +172,10 @@ def test_a_leaf_that_cannot_be_saved_is_told_at_once(seen: Seen) -> None:
     assert zero["wait"]["type"] == "PeerFailed"
     assert "process 1 failed: Unsupported: " in zero["wait"]["text"]
     assert "host" in zero["wait"]["text"]
-    assert same([zero, one], "steps") == [1, 3]
+    for each in (zero, one):  # the number is spent: one part was written, and the other refused
+        assert each["again"]["type"] == "PeerFailed"
+        assert each["again"]["text"] == zero["wait"]["text"]
+    assert same([zero, one], "steps", "restored") == [1, 3]
 
 
 def test_a_failed_write_on_one_host_costs_one_step(seen: Seen) -> None:
