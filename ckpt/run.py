@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckpt import states
 from ckpt.errors import Misuse
 from ckpt.processes import here, preempted
 from ckpt.spike import GuardState, Rewind, SpikeGuard
@@ -47,7 +48,9 @@ class Run:
     With a `guard`, the value named `metric` is watched; a spike rewinds the run inside `update`.
     It must be the same on all processes. Each value is read `guard.lag` updates late, and at once
     where a step is saved, so that a step never holds a state whose loss was not looked at. A fresh
-    run with a guard saves step 0: there is always something to go back to.
+    run with a guard saves step 0. Where no step is left that is `guard.margin` before the spike, as
+    early in a run, the oldest one before it is gone back to, and the reason says so. Entering
+    refuses a guard that the tier's `Keep` can never serve, and `data` that cannot skip.
 
     On SIGTERM (main thread only; earlier handlers are called too, and put back at the end) the
     current step is saved at the next update, the loop ends and `preempted` is true; among several
@@ -112,6 +115,8 @@ class Run:
     def __enter__(self) -> Run:
         if self._restored is not None:
             raise Misuse("a Run is entered once; make a new one to go on")
+        if self._guard is not None:
+            self._must_be_able_to_rewind(self._guard)
         restored = self._manager.resume(
             like=self._state, data=self._data, must_exist=self._must_exist
         )
@@ -125,6 +130,18 @@ class Run:
                 self._save(force=True)
         self._sigterm.install()
         return self
+
+    def _must_be_able_to_rewind(self, guard: SpikeGuard) -> None:
+        """Better refused now than when the loss spikes."""
+        tier = self._manager.tier
+        if tier.keep.every is None and tier.keep.best is None:
+            guard.must_be_served(tier.every, tier.keep.last)
+        if not isinstance(self._data, states.Skipping):
+            raise Misuse(
+                f"Run.data: {type(self._data).__name__} cannot skip batches (no `batch_size`, "
+                "`span` and `skip`), which the guard does when the loss spikes; use datapipe, or a "
+                "run without a guard"
+            )
 
     def __exit__(
         self,
@@ -223,10 +240,15 @@ class Run:
         self._manager.wait_until_finished()
         to = guard.target(self._manager.all_steps(), rewind.onset)
         like, self._state = _specs(self._state), None  # the memory goes to what is restored
+        reason = rewind.reason
+        if to > (wanted := rewind.onset - guard.margin):
+            reason += f"; no step at or before {wanted} is saved, so back to the oldest, {to}"
+        # `to` has learnt from the batches up to its own: they cannot be left out any more.
+        skip = range(max(rewind.skip.start, to + 1), rewind.skip.stop)
         restored = self._manager.rewind(
             to,
-            skip_steps=rewind.skip,
-            reason=rewind.reason,
+            skip_steps=skip,
+            reason=reason,
             like=like,
             data=self._data,
             guard=self._guard_state.to_json(),
@@ -235,7 +257,7 @@ class Run:
         self._guard_state = guard.rewound(self._guard_state, saved, restored.step)
         self._unread.clear()
         self._continue_from(restored)
-        self.rewinds.append(Rewound(rewind.onset, restored.step, rewind.skip, rewind.reason))
+        self.rewinds.append(Rewound(rewind.onset, restored.step, skip, reason))
 
     def _continue_from(self, restored: Restored) -> None:
         self._restored = restored

@@ -204,16 +204,33 @@ class SpikeGuard:
         return replace(state, step=step, count=state.count + 1), None
 
     def target(self, steps: Iterable[int], onset: int) -> int:
-        """The newest of the saved `steps` at least `margin` before `onset`. Raises `NotFound`."""
+        """The newest of the saved `steps` at least `margin` before `onset`.
+
+        Without one, as early in a run, the oldest before the onset. Raises `NotFound` when there is
+        none either.
+        """
         steps = sorted(steps)
-        good = [step for step in steps if step <= onset - self.margin]
-        if not good:
+        before = [step for step in steps if step < onset]
+        if not before:
             raise NotFound(
-                f"no saved step to rewind to: wanted one at or before step {onset - self.margin} "
-                f"(onset {onset} - margin {self.margin}), found {steps[:8] or 'none'}; "
-                "save more often, keep more steps, or lower the guard's margin"
+                f"no saved step to rewind to: wanted one before step {onset}, where the loss "
+                f"spiked, found {steps[:8] or 'none'}; save more often, or keep more steps"
             )
-        return good[-1]
+        good = [step for step in before if step <= onset - self.margin]
+        return good[-1] if good else before[0]
+
+    def must_be_served(self, every: int, last: int | None) -> None:
+        """Refuse a run that saves each `every` steps and keeps only the `last` newest of them, when
+        none of them can ever be `reach` updates old. Raises `Misuse`."""
+        if last is None or (last - 1) * every >= self.reach:
+            return
+        kept = -(-self.reach // every) + 1
+        raise Misuse(
+            f"the guard goes back {self.reach} steps (margin {self.margin}, and up to "
+            f"{self.reach - self.margin} until a spike is seen), but of the steps saved every "
+            f"{every} only the last {last} are kept, which reach {(last - 1) * every} back; use "
+            f"Keep(last={kept}), Keep(every=...), or a smaller margin"
+        )
 
     def rewound(self, now: GuardState, saved: GuardState | None, to: int) -> GuardState:
         """The state to go on with at step `to`, whose commit held `saved` (None: held no guard).

@@ -39,8 +39,16 @@ GUARD = SpikeGuard(
 class Batches:
     """Batch k holds the number k of the plan; `bad` numbers make the loss spike."""
 
+    batch_size = 1
+
     def __init__(self, length: int = 10_000) -> None:
         self.length, self.next, self.skips = length, 0, []  # type: ignore[var-annotated]
+
+    def skip(self, ranges: Any) -> None:
+        raise AssertionError("the manager in memory puts them into `skips`")
+
+    def span(self, state: Any, first: int, stop: int, skips: Any = ()) -> Any:
+        raise AssertionError("the manager in memory counts them itself")
 
     def __iter__(self) -> Batches:
         return self
@@ -83,11 +91,13 @@ class Pending:
 class MemoryManager:
     """What `Run` uses of a manager, in memory. Survives its Run, as a store does."""
 
-    def __init__(self, every: int = 5) -> None:
+    def __init__(self, every: int = 5, keep: Keep | None = None) -> None:
         self.every = every
+        self.tier = Shared("memory", every=every, keep=keep or Keep())
         self.lineage: dict[int, tuple[Restored, dict[str, Any]]] = {}
         self.log: list[tuple[Any, ...]] = []
         self.skips: list[tuple[int, int]] = []
+        self.reasons: list[str] = []
         self.guard_before_rewind: Any = None
         self.fails: BaseException | None = None
 
@@ -135,6 +145,8 @@ class MemoryManager:
     ) -> Restored:
         assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(like))
         self.log.append(("rewound", to, skip_steps))
+        assert skip_steps.start > to, "the real one refuses what `to` has learnt from"
+        self.reasons.append(reason)
         _, state = self.lineage[to]
         batches = Batches()
         batches.set_state(state)
@@ -302,14 +314,90 @@ def test_a_loss_that_is_nan_rewinds_to_step_zero_of_a_fresh_run(manager: MemoryM
     assert plain(run.state) == reference(10, set(range(2, 10)))
 
 
-def test_nothing_far_enough_back_to_rewind_to_is_an_error(manager: MemoryManager) -> None:
-    with pytest.raises(NotFound, match="no saved step to rewind to"):
-        run_to(
-            manager,
-            40,
-            bad=frozenset({2, 3, 4, 5}),
-            guard=SpikeGuard(**{**vars(GUARD), "warm_up": 2}),
-        )
+@pytest.mark.parametrize("onset", [1, 2, 3, 4, 5])
+def test_a_spike_early_in_a_run_goes_back_to_its_start(manager: MemoryManager, onset: int) -> None:
+    data = Batches()
+    with Run(manager, start(), data, steps=12, guard=GUARD) as run:
+        for _, batch in run:
+            state, loss = train(run.state, batch, frozenset())
+            run.update(state, loss=math.nan if batch == onset - 1 else loss)
+    (rewound,) = run.rewinds
+    assert (rewound.onset, rewound.to) == (onset, 0)
+    assert rewound.skip == range(max(1, onset - 2), onset + 6)
+    early = f"; no step at or before {onset - 4} is saved, so back to the oldest, 0"
+    assert rewound.reason.endswith(early) == (onset < 4)
+    assert manager.reasons == [rewound.reason]
+    assert plain(run.state) == reference(12, {step - 1 for step in rewound.skip})
+
+
+@pytest.mark.parametrize(("kept", "skip"), [(21, range(22, 29)), (18, range(21, 29))])
+def test_the_oldest_step_left_is_taken_and_keeps_what_it_has_learnt(kept: int, skip: range) -> None:
+    """As when `Keep` or a person deleted what lies far enough back."""
+    manager = MemoryManager(every=1)
+    bad = {22}
+    with Run(manager, start(), Batches(), steps=40, guard=GUARD) as run:
+        for step, batch in run:
+            state, loss = train(run.state, batch, frozenset())
+            for old in range(kept if step == 22 else 0):
+                manager.lineage.pop(old, None)
+            run.update(state, loss=math.nan if batch in bad else loss)
+    (rewound,) = run.rewinds
+    assert (rewound.onset, rewound.to, rewound.skip) == (
+        23,
+        max(kept, 19) if kept > 19 else 19,
+        skip,
+    )
+    assert ("no step at or before 19" in rewound.reason) == (kept > 19)
+    assert plain(run.state) == reference(40, {step - 1 for step in skip})
+
+
+def test_no_step_before_the_spike_is_an_error(manager: MemoryManager) -> None:
+    def lose_all() -> None:
+        with Run(manager, start(), Batches(), steps=12, guard=GUARD) as run:
+            for step, _ in run:
+                manager.lineage.clear()
+                run.update(run.state, loss=math.nan if step == 3 else 1.0)
+
+    with pytest.raises(NotFound, match=r"before step 3, .*found none; save more often"):
+        lose_all()
+
+
+def test_a_guard_that_keep_cannot_serve_is_refused_before_anything_is_written() -> None:
+    def enter(every: int, keep: Keep, guard: SpikeGuard = GUARD) -> MemoryManager:
+        manager = MemoryManager(every, keep)
+        with Run(manager, start(), Batches(), steps=0, guard=guard):
+            pass
+        return manager
+
+    assert GUARD.reach == 6
+    for every, last, kept in ((5, 1, 3), (5, 2, 3), (2, 3, 4), (1, 6, 7), (100, 1, 2)):
+        text = rf"back 6 steps .*last {last} are kept, which reach {every * (last - 1)} back; "
+        with pytest.raises(Misuse, match=rf"{text}use Keep\(last={kept}\)"):
+            enter(every, Keep(last=last))
+        enter(every, Keep(last=kept))
+    enter(100, Keep(last=3), SpikeGuard())  # that of the README
+    enter(1, Keep(last=1, every=50))
+    enter(1, Keep())
+
+
+def test_a_guard_wants_data_that_can_skip(manager: MemoryManager) -> None:
+    class Plain:
+        def __next__(self) -> int:
+            return 0
+
+        def get_state(self) -> Any:
+            return {}
+
+        def set_state(self, state: Any) -> None:
+            raise AssertionError(state)
+
+    run = Run(manager, start(), Plain(), steps=1, guard=GUARD)
+    with pytest.raises(Misuse, match=r"Plain cannot skip batches .*without a guard"):
+        run.__enter__()
+    assert manager.log == []
+    with Run(manager, start(), Plain(), steps=1) as run:
+        for _ in run:
+            run.update(start())
 
 
 class Unreadable:
@@ -511,3 +599,20 @@ def test_kills_and_rewinds_end_in_the_bits_of_the_undisturbed_run(
     assert run.rewinds == []
     assert position == where
     assert state == expected
+
+
+def test_one_bad_loss_early_does_not_end_the_run_of_the_readme(tmp_path: Path) -> None:
+    data = Pipeline(Records(2000), batch_size=4, seed=9).map(int_of, version="1").iterator()
+    tier = Shared(tmp_path / "run", every=100, keep=Keep(last=3))
+    seen = []
+    with (
+        CheckpointManager(tier, arena=tmp_path / "arena") as manager,
+        Run(manager, {"w": jnp.ones(2)}, data, guard=SpikeGuard(), steps=40) as run,
+    ):
+        for step, _ in run:
+            seen.append(step)
+            run.update(run.state, loss=math.nan if step == 21 and seen.count(21) == 1 else 1.0)
+        assert [rewound.to for rewound in run.rewinds] == [0]
+        assert manager._reader.listing().head.reason == run.rewinds[0].reason
+    assert seen[-40:] == [*range(1, 41)]
+    assert data.get_state()["skips"] == [[0, 220 * 4]]

@@ -137,11 +137,12 @@ def test_warm_up_and_cool_down_silence_it() -> None:
     assert fired == [False, False, True]
 
 
-def test_target_is_the_newest_step_far_enough_back() -> None:
+def test_target_is_the_newest_step_far_enough_back_or_the_oldest() -> None:
     assert SMALL.target([40, 10, 20, 30], onset=41) == 30
     assert SMALL.target([40, 10, 20, 30], onset=50) == 40
-    with pytest.raises(NotFound, match=r"at or before step 2 .*found \[10, 20\].*margin"):
-        SMALL.target([20, 10], onset=12)
+    assert SMALL.target([20, 10, 11], onset=12) == 10
+    with pytest.raises(NotFound, match=r"before step 10, .*found \[10, 20\]; save more often"):
+        SMALL.target([20, 10], onset=10)
     with pytest.raises(NotFound, match="found none"):
         SMALL.target([], onset=12)
 
