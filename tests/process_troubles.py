@@ -236,6 +236,17 @@ def other_trees(stage: Stage) -> dict[str, Any]:
         return {"error": error_of(lambda: m.save(1, tree).wait()), "steps": m.all_steps()}
 
 
+def saved_again(stage: Stage) -> dict[str, Any]:
+    """The newest step once more: with its values, and with others on process 1."""
+    with stage.manager() as m:
+        m.resume()
+        m.save(1, state(1)).wait()
+        same = error_of(lambda: m.save(1, state(1)).wait())
+        other = error_of(lambda: m.save(1, state(1 + stage.index)).wait())
+        m.save(2, state(2)).wait()
+        return {"same": same, "other": other, "steps": m.all_steps()}
+
+
 def late_call(stage: Stage) -> dict[str, Any]:
     """Process 1 calls resume after process 0 has given it up; the next call is in time."""
     with stage.manager(timeout_s=0.5) as m:
@@ -299,6 +310,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
         elsewhere,
         iterators_of_one,
         other_trees,
+        saved_again,
         late_call,
         other_calls,
         superseded,

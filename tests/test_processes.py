@@ -305,6 +305,15 @@ def test_trees_that_differ_between_processes(seen: Seen) -> None:
     assert same(found, "steps") == []
 
 
+def test_the_newest_step_saved_again(seen: Seen) -> None:
+    found = seen["saved_again"]
+    assert same(found, "same") is None
+    zero, one = (each["other"] for each in found)
+    assert (zero["type"], one["type"]) == ("PeerFailed", "AlreadyExists")
+    assert "process 1: AlreadyExists: " in zero["text"]
+    assert same(found, "steps") == [1, 2]
+
+
 def test_a_process_that_calls_too_late(seen: Seen) -> None:
     found = seen["late_call"]
     zero, one = (each["error"] for each in found)
