@@ -28,6 +28,7 @@ from ckpt.lineage import (
     owner,
     owns,
 )
+from ckpt.records import Records, read_records
 from ckpt.store import Entry, Store
 
 
@@ -36,15 +37,38 @@ class Listing:
     """What a run's root held when it was listed, small files only."""
 
     claims: tuple[int, ...] = ()
-    decisions: dict[int, Decision] = field(default_factory=dict)
+    """Numbers that have a claim or a decision, ascending."""
     steps: tuple[StepId, ...] = ()
     """Committed steps, counting or not."""
     damaged: tuple[tuple[str, str], ...] = ()
     """(name, reason) of final names that are no committed step."""
     remains: tuple[Remain, ...] = ()
+    records: Records = field(default_factory=Records)
+    """The decisions, and what is wrong with the records of some."""
+    branches: tuple[int, ...] = ()
+    makers_of_damaged: tuple[int, ...] = ()
+    """The attempts that made the damaged steps, as far as the names in them tell."""
+
+    @property
+    def decisions(self) -> dict[int, Decision]:
+        """By attempt."""
+        return self.records.decisions
+
+    @property
+    def numbers(self) -> set[int]:
+        """Every attempt number that anything in the root carries."""
+        made = {*(step.attempt for step in self.steps), *self.makers_of_damaged}
+        return {*self.claims, *self.branches, *made, *(remain.attempt for remain in self.remains)}
 
     @property
     def head(self) -> Decision | None:
+        """The newest decision; None for a run without one.
+
+        Raises:
+            Damaged: the newest attempt that decided has no readable decision.
+        """
+        if self.records.unknown_head:
+            raise Damaged(self.records.unknown_head)
         return head(self.decisions)
 
     @property
@@ -76,34 +100,33 @@ def list_run(store: Store) -> Listing:
     """Read all records; steps by their markers only.
 
     Raises:
-        Damaged: a decision cannot be read: without it nothing can be said of the lineage.
-        StoreFailed: the store did not answer.
+        Unsupported: a record of a newer format. StoreFailed: the store did not answer.
     """
-    claims = list_claims(store)
-    named = (layout.parse_decision_name(entry.name) for entry in store.list(layout.ATTEMPTS))
-    decided = [number for number in named if number is not None]
-    keys = [layout.decision_name(number) for number in decided]
-    decisions = {}
-    for number, key, data in zip(decided, keys, store.read_many(keys), strict=True):
-        if not isinstance(data, bytes):
-            raise data
-        where = f"{store.location}/{key}"
-        decision = layout.parse_decision(data, where)
-        if decision.attempt != number:
-            raise Damaged(f"{where}: holds the decision of attempt {decision.attempt}")
-        decisions[number] = decision
+    names = [entry.name for entry in store.list(layout.ATTEMPTS)]
+    decided = [n for n in map(layout.parse_decision_name, names) if n is not None]
     states = publishing.of(store)
     root = store.list("")
     numbers = (layout.parse_branch_name(entry.name) for entry in root if entry.is_dir)
-    branches = [states.list_branch(number) for number in numbers if number is not None]
+    present = [number for number in numbers if number is not None]
+    branches = [states.list_branch(number) for number in present]
     steps = [step for branch in branches for step in branch.steps] + _orbax_steps(store, root)
+    damaged = tuple(each for branch in branches for each in branch.damaged)
+    makers = {number: name for name, _ in damaged for number in _makers(store, name)}
     return Listing(
-        tuple(claims),
-        decisions,
+        tuple(_numbers(names)),
         tuple(sorted(steps)),
-        tuple(each for branch in branches for each in branch.damaged),
+        damaged,
         tuple(each for branch in branches for each in branch.remains),
+        read_records(store, decided, steps, makers),
+        tuple(present),
+        tuple(makers),
     )
+
+
+def _makers(store: Store, step: str) -> set[int]:
+    """The attempts that parts in a damaged step tell of; none in what was put there by hand."""
+    names = (entry.name for entry in store.list(step))
+    return {n for n in map(layout.parse_part_name, names) if n is not None}
 
 
 def orbax_steps(store: Store) -> list[StepId]:
@@ -124,9 +147,13 @@ def _orbax_steps(store: Store, root: Sequence[Entry]) -> list[StepId]:
 
 
 def list_claims(store: Store) -> list[int]:
-    """The claimed numbers."""
-    numbers = (layout.parse_claim_name(entry.name) for entry in store.list(layout.ATTEMPTS))
-    return sorted(number for number in numbers if number is not None)
+    """The claimed numbers: those with a claim, or with a decision whose claim is lost."""
+    return _numbers([entry.name for entry in store.list(layout.ATTEMPTS)])
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    pairs = ((layout.parse_claim_name(n), layout.parse_decision_name(n)) for n in names)
+    return sorted({number for pair in pairs for number in pair if number is not None})
 
 
 def claim(store: Store, kind: Kind, *, held: int | None = None) -> int:
@@ -138,11 +165,17 @@ def claim(store: Store, kind: Kind, *, held: int | None = None) -> int:
 
     Raises:
         Superseded: `held` no longer owns the run.
+        Damaged: the newest attempt that decided has no readable decision.
     """
     while True:
         if held is not None:
             look(store, held)
-        number = next_number(list_claims(store)) if held is None else held + 1
+        listing = list_run(store)
+        _ = listing.head  # not a number is taken in a run of which nobody knows what counts
+        # Records may be lost: what carries a number was made by an attempt of that number.
+        number = next_number(listing.numbers)
+        if held is not None and number != held + 1:
+            raise _superseded(store, held, number - 1)
         record = Claim(number, kind, socket.gethostname(), os.getpid(), time.time_ns())
         try:
             store.put_if_absent(layout.claim_name(number), layout.emit_claim(record))
@@ -171,10 +204,19 @@ def look(store: Store, attempt: int) -> None:
     claims = list_claims(store)
     if owns(attempt, claims):
         return
-    number = owner(claims)
-    raise Superseded(
+    raise _superseded(store, attempt, owner(claims))
+
+
+def _superseded(store: Store, attempt: int, by: int) -> Superseded:
+    if by < attempt:
+        return Superseded(
+            f"{store.location}: attempt {attempt} no longer owns the run: its claim, "
+            f"{layout.claim_name(attempt)}, is gone; stop this trainer, and start it again to go "
+            "on from the newest step"
+        )
+    return Superseded(
         f"{store.location}: attempt {attempt} no longer owns the run: "
-        f"{describe_claim(store, number)} took it over; stop this trainer, or start it again "
+        f"{describe_claim(store, by)} took it over; stop this trainer, or start it again "
         "to go on from the newest step"
     )
 

@@ -186,6 +186,7 @@ def step_files(
             "branch": branch,
             "attempt": attempt,
             "parent": record["parent"],
+            "decision": record.get("decision"),
             "time_ns": meta["time_ns"],
             "images": [
                 {

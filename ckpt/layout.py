@@ -27,6 +27,8 @@ ITEM = "state"
 ATTEMPTS = "attempts"
 PINS = "pins"
 LOG = "log"
+DAMAGED = ".damaged"
+"""Ends the name under which a damaged decision is kept when it is written anew."""
 MAX_STEP = 10**18 - 1
 """The largest step number: names have up to 18 digits, and longer ones are foreign."""
 
@@ -350,19 +352,30 @@ def emit_decision(decision: Decision) -> bytes:
         {
             "format": FORMAT,
             "attempt": decision.attempt,
-            "kind": decision.kind,
             "parent": emit_step_id(decision.parent),
             "branch": decision.branch,
-            "reason": decision.reason,
-            "skips": {k: [list(r) for r in v] for k, v in decision.skips.items()},
-            "time_ns": decision.time_ns,
-            "guard": decision.guard,
+            **decision_members(decision),
         }
     )
 
 
+def decision_members(decision: Decision) -> dict[str, Json]:
+    """What a manifest says of its attempt's decision, beside attempt, branch and parent."""
+    return {
+        "kind": decision.kind,
+        "reason": decision.reason,
+        "skips": {k: [list(r) for r in v] for k, v in decision.skips.items()},
+        "time_ns": decision.time_ns,
+        "guard": decision.guard,
+    }
+
+
 def parse_decision(data: bytes, where: str) -> Decision:
-    doc = unseal(data, where)
+    return decision_of(unseal(data, where), where)
+
+
+def decision_of(doc: Mapping[str, Json], where: str) -> Decision:
+    """The decision with these members. Raises Damaged."""
     return Decision(
         natural(doc, "attempt", where),
         _kind(doc, where),

@@ -142,8 +142,8 @@ def lineage(decisions: Mapping[int, Decision], of: Decision | None) -> Lineage:
         if parent.attempt not in decisions:
             raise Damaged(
                 f"attempt {current.attempt} continues from {parent}, but the record "
-                f"attempts/{parent.attempt}.from.json is absent; put it back from a copy of the "
-                "run, or restore that step by its path"
+                f"attempts/{parent.attempt}.from.json is absent or damaged; put it back "
+                "from a copy of the run, or restore that step by its path"
             )
         current = decisions[parent.attempt]
     reaches.append(Reach(ORBAX_ROOT, ORBAX_ROOT, -1, upto))

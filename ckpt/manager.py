@@ -345,6 +345,7 @@ class CheckpointManager:
         step_id = StepId(step, attempt.decision.branch, attempt.number)
         record = {
             "parent": layout.emit_step_id(attempt.decision.parent),
+            "decision": layout.decision_members(attempt.decision),
             "device": _device(),
             "metrics": _metrics(metrics),
             "extra": _json(extra, "extra"),

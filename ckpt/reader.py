@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from ckpt import attempts, layout, orbax_files, publishing, states
+from ckpt import attempts, layout, orbax_files, publishing, records, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
@@ -53,6 +53,9 @@ class RestoreReport:
     lost: tuple[Lost, ...] = ()
     damage: tuple[Damage, ...] = ()
     """Files of the restored step that are damaged and were not needed."""
+    records: tuple[Damage, ...] = ()
+    """Attempt records that are absent or damaged; what they said is known from elsewhere, or was
+    not needed."""
     rolled_forward: tuple[str, ...] = ()
     """What was done with steps that older attempts left in the making."""
     bytes_read: int = 0
@@ -234,7 +237,12 @@ class Reader:
             with states.kept_on_error(data):
                 place = functools.partial(position, self.store, candidate, data, skips)
                 matter.vote(f"{number}: data", place)
-            return with_report(restored, lost=tuple(with_damaged(lost, listing, restored, step)))
+            records.told(self.store, listing.records.damage)
+            return with_report(
+                restored,
+                lost=tuple(with_damaged(lost, listing, restored, step)),
+                records=tuple(Damage(file, why) for file, why in listing.records.damage),
+            )
         raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
 
     def restore_step(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt import attempts, commit, layout, publishing, states
+from ckpt import attempts, commit, layout, publishing, records, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
 from ckpt.fit import EXACT, Fit
@@ -42,7 +42,7 @@ from ckpt.reader import (
     with_damaged,
     with_report,
 )
-from ckpt.steps import Manifest, read_manifest
+from ckpt.steps import Damage, Manifest, read_manifest
 from ckpt.store import Store
 from ckpt.verification import check_step
 
@@ -103,7 +103,7 @@ class Start:
         self._same_call(wish)
         number = self.matter.decide("claim", lambda: self._claim(wish))
         self.claimed(number)
-        done = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
+        told = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
         listing = attempts.list_run(self.store)
         steps = self._candidates(listing, wish)
         skips = wish.skips or self._skips(listing, wish)
@@ -137,7 +137,8 @@ class Start:
         report = with_report(
             restored,
             lost=tuple(lost),
-            rolled_forward=tuple(done),
+            rolled_forward=tuple(told["done"]),
+            records=tuple(Damage(file, why) for file, why in told["records"]),
             fresh=decision.parent is None,
         )
         # A rewind after which nothing was saved yet: its guard must not start anew.
@@ -180,14 +181,18 @@ class Start:
                     _wanted(before, wish)
         return attempts.claim(self.store, wish.kind, held=self.held)
 
-    def _clear_up(self, number: int, wish: Wish) -> list[str]:
-        """Process 0: publish or remove what older attempts left in the making."""
-        done = commit.roll_forward(self.store, number, attempts.list_run(self.store))
+    def _clear_up(self, number: int, wish: Wish) -> dict[str, Json]:
+        """Process 0: write lost records anew, publish or remove what older attempts left in the
+        making. Returns what was done, and what was wrong with the records."""
+        listing = attempts.list_run(self.store)
+        records.told(self.store, listing.records.damage)
+        records.write_back(self.store, listing.records)
+        done = commit.roll_forward(self.store, number, listing)
         for line in done:
             _log.info("%s: %s", self.store.location, line)
         if wish.kind == "start":
             self._must_be_new()  # a step that was complete is published by now
-        return done
+        return {"done": done, "records": [list(each) for each in listing.records.damage]}
 
     def _must_be_new(self) -> None:
         found = attempts.list_run(self.store)

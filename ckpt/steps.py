@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from ckpt import collector, commit, layout
-from ckpt.errors import Damaged, NotFound, Unsupported
+from ckpt.errors import Damaged, NotFound
 from ckpt.image import Header
 from ckpt.layout import Part
 from ckpt.leaves import LeafSpec, each_from_json
 from ckpt.lineage import StepId
-from ckpt.publishing import read_marker
+from ckpt.manifest import ImageRef, Manifest, as_list, check_ours, read_manifest
 from ckpt.store import Store
+
+__all__ = [
+    "Damage",
+    "ImageRef",
+    "Manifest",
+    "OpenStep",
+    "check_files",
+    "check_leaf_digests",
+    "check_ours",
+    "open_step",
+    "read_manifest",
+]
 
 Json = Any
 
@@ -31,67 +41,6 @@ class Damage:
 
     def __str__(self) -> str:
         return f"{self.file}: {f'leaf {self.leaf}: ' if self.leaf else ''}{self.what}"
-
-
-@dataclass(frozen=True)
-class ImageRef:
-    """An image as the manifest names it; its path is rebuilt from numbers."""
-
-    name: str
-    process: int
-    size_bytes: int
-    header: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """`manifest.json`, parsed."""
-
-    id: StepId
-    parent: StepId | None
-    time_ns: int
-    images: tuple[ImageRef, ...]
-    files: dict[str, tuple[int, str]]
-    """Name -> (size in bytes, digest)."""
-    data: dict[str, Json]
-    metrics: dict[str, float] | None
-    extra: Json
-    guard: Json
-    environment: dict[str, Json]
-    payload_bytes: int
-    """Bytes of all chunks."""
-
-    @classmethod
-    def parse(cls, data: bytes, where: str) -> Manifest:
-        """Raises Damaged, Unsupported."""
-        doc = layout.unseal(data, where)
-        step = StepId(*(layout.natural(doc, n, where) for n in ("step", "branch", "attempt")))
-        images = []
-        for number, entry in enumerate(_list(doc, "images", where)):
-            name = layout.image_name(step.attempt, number)
-            if not isinstance(entry, dict) or entry.get("name") != name:
-                raise Damaged(f"{where}: image {number}: wanted {name}, found {entry!r}")
-            size = layout.natural(entry, "size_bytes", where)
-            images.append(ImageRef(name, number, size, layout.hex_digest(entry, "header", where)))
-        files = {}
-        for name, entry in _dict(doc, "files", where).items():
-            files[name] = (
-                layout.natural(entry, "size_bytes", where),
-                layout.hex_digest(entry, "digest", where),
-            )
-        return cls(
-            step,
-            layout.parse_step_id(doc.get("parent"), where),
-            layout.natural(doc, "time_ns", where),
-            tuple(images),
-            files,
-            _dict(doc, "data", where),
-            doc.get("metrics"),
-            doc.get("extra"),
-            doc.get("guard"),
-            doc.get("environment") or {},
-            layout.natural(doc, "bytes", where),
-        )
 
 
 @final
@@ -118,38 +67,6 @@ class OpenStep:
     def hidden_from_orbax(self) -> list[str]:
         """Leaves that Orbax will not see."""
         return [leaf.name for leaf in self.leaves if not leaf.orbax]
-
-
-def check_ours(store: Store, step: StepId) -> None:
-    """Raises Unsupported for a step of Orbax."""
-    if not step.attempt:
-        raise Unsupported(
-            f"{store.location}/{step.step}: written by Orbax, which keeps neither digests nor a "
-            "manifest: it can be restored, but not verified; save it once with ckpt to have them"
-        )
-
-
-def read_manifest(store: Store, step: StepId) -> Manifest:
-    """The manifest of a committed step, checked against its marker.
-
-    Raises:
-        NotFound: no such step.
-        Damaged: marker or manifest are not what was written.
-        Unsupported: a step of Orbax, which has neither.
-    """
-    check_ours(store, step)
-    prefix = layout.step_name(step.branch, step.step)
-    marker = read_marker(store, step.branch, step.step)
-    key = f"{prefix}/{layout.MANIFEST}"
-    where = f"{store.location}/{key}"
-    data = _read_present(store, key)
-    found = layout.digest(data)
-    if found != marker.manifest:
-        raise Damaged(f"{where}: wanted digest {marker.manifest}, found {found}")
-    manifest = Manifest.parse(data, where)
-    if manifest.id != marker.id:
-        raise Damaged(f"{where}: belongs to {manifest.id}, the marker says {marker.id}")
-    return manifest
 
 
 def open_step(store: Store, step: StepId) -> OpenStep:
@@ -183,7 +100,7 @@ def _open_step(store: Store, step: StepId) -> OpenStep:
         )
     where = f"{store.location}/{needed}"
     tree = layout.unseal(store.read(needed), where)
-    entries = [entry if isinstance(entry, dict) else {} for entry in _list(tree, "leaves", where)]
+    entries = [entry if isinstance(entry, dict) else {} for entry in as_list(tree, "leaves", where)]
     plain = ({k: v for k, v in entry.items() if k != "digest"} for entry in entries)
     leaves = tuple(each_from_json(plain))
     digests = {
@@ -243,25 +160,3 @@ def check_leaf_digests(step: OpenStep) -> list[Damage]:
         for name, wanted in [(leaf.name, step.leaf_digests.get(leaf.name))]
         if leaf.storage_dtype is not None and found.get(leaf.param) != wanted
     ]
-
-
-def _read_present(store: Store, key: str) -> bytes:
-    """A file without which a committed step is damaged."""
-    try:
-        return store.read(key)
-    except NotFound as error:
-        raise Damaged(f"{store.location}/{key}: absent from a committed step") from error
-
-
-def _list(doc: dict[str, Json], name: str, where: str) -> Sequence[Json]:
-    value = doc.get(name)
-    if not isinstance(value, list):
-        raise Damaged(f"{where}: {name!r}: wanted a list, found {type(value).__name__}")
-    return value
-
-
-def _dict(doc: dict[str, Json], name: str, where: str) -> dict[str, Json]:
-    value = doc.get(name)
-    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
-        raise Damaged(f"{where}: {name!r}: wanted objects by name, found {json.dumps(value)[:80]}")
-    return value

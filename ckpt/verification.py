@@ -106,10 +106,15 @@ def verify(
     records = check_records(store)
     try:
         listing = attempts.list_run(store)
-        line = listing.lineage
-    except (Damaged, Unsupported) as error:
+    except Unsupported as error:
         records = records or [Damage(layout.ATTEMPTS, str(error))]
         return Verification(store.location, (), tuple(records))
+    records = _of_decisions(records, listing)
+    try:
+        line = listing.lineage
+    except Damaged as error:
+        # Nobody knows what counts; the steps can be looked at all the same.
+        records, line = records or [Damage(layout.ATTEMPTS, str(error))], ()
     reports = [
         StepReport(None, name, (Damage(name, why),), counts=False) for name, why in listing.damaged
     ]
@@ -272,6 +277,13 @@ def _check_rows(
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(check, range(first, stop)))
     return [each for each in found if each is not None]
+
+
+def _of_decisions(records: list[Damage], listing: attempts.Listing) -> list[Damage]:
+    """What is wrong with the records; of a decision also what became of it."""
+    better = [Damage(file, why) for file, why in listing.records.damage]
+    known = {each.file for each in better}
+    return [*(each for each in records if each.file not in known), *better]
 
 
 def check_records(store: Store) -> list[Damage]:
