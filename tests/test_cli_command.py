@@ -295,14 +295,18 @@ def test_demo_passes_its_options_on(monkeypatch, tmp_path):
 
     def fake(**options):
         calls.append(options)
-        return SimpleNamespace(equal=len(calls) < 3, to_json=lambda: {"equal": len(calls) < 3})
+        return SimpleNamespace(
+            equal=len(calls) < 3,
+            to_json=lambda: {"equal": len(calls) < 3},
+            picture_problem="",
+        )
 
     monkeypatch.setattr(play, "demo", fake)
     assert answer("demo") == {"equal": True}
     options = ("--steps", 90, "--seed", 4, "--dir", tmp_path, "--keep", "--format", "parquet")
     assert ckpt_command("demo", *options, "--break").exit_code == 0
     assert answer("demo", code=1) == {"equal": False}
-    first, second, _ = calls
+    first, second, *_ = calls
     assert first.pop("console") is None
     assert first == {
         "steps": 300,
@@ -321,6 +325,15 @@ def test_demo_passes_its_options_on(monkeypatch, tmp_path):
         "keep": True,
         "break_restored": True,
     }
+
+
+def test_demo_without_its_picture_fails_after_its_answer(monkeypatch):
+    found = SimpleNamespace(equal=True, to_json=lambda: {"equal": True}, picture_problem="no room")
+    monkeypatch.setattr(play, "demo", lambda **_: found)
+    result = ckpt_command("demo", "--json")
+    assert result.exit_code == 4
+    assert json.loads(result.stdout) == {"equal": True}
+    assert result.stderr == "ckpt: no room\n"
 
 
 def test_demo_that_cannot_be_played(monkeypatch):

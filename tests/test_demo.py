@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
+import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,14 @@ from rich.console import Console
 
 import ckpt
 import formats
+from ckpt.errors import StoreFailed
 from tools.demo import corpus, model, picture, report
 from tools.demo.compare import STATE, Compared, compare
 from tools.demo.disturbed import Disturbed
-from tools.demo.play import demo
+from tools.demo.play import PICTURE, demo
 from tools.demo.report import Kill, Outcome, Rewound, Story
 from tools.demo.script import LEAST_STEPS, Script
-from tools.demo.trainer import Event, Trainer, TrainerFailed
+from tools.demo.trainer import Event, Trainer, TrainerFailed, last_words
 
 
 @given(steps=st.integers(LEAST_STEPS, 3000), seed=st.integers(0, 2**31))
@@ -269,6 +274,113 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="new or empty directory"):
         demo(directory=tmp_path)
     assert (tmp_path / "precious").exists()
+
+
+UNWRITABLE = Path("/proc/self")
+"""Not even the superuser can make a file there."""
+
+
+def never(*_: Any, **__: Any) -> None:
+    raise AssertionError("it went on")
+
+
+def test_a_place_that_cannot_be_written_is_found_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "pieces", never)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file" / "below", UNWRITABLE / "demo"):
+        with pytest.raises(StoreFailed, match=r"cannot write there: .*; give --dir") as caught:
+            demo(directory=directory)
+        assert str(directory) in str(caught.value)
+    monkeypatch.chdir(UNWRITABLE)  # where the picture would go
+    with pytest.raises(StoreFailed, match="cannot write there"):
+        demo()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / PICTURE).mkdir()
+    with pytest.raises(StoreFailed, match=PICTURE):
+        demo()
+    (tmp_path / PICTURE).rmdir()
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=3 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreFailed, match="needs 256 MiB, found 3 MiB free"):
+        demo()
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "temporary"}
+
+
+@pytest.mark.parametrize("how", ["corpus", "trainer"])
+def test_a_disk_that_fills_up_is_one_message(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+        if how == "corpus":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise TrainerFailed("the trainer ended with status 1: it said nothing")
+
+    monkeypatch.setattr(corpus, "write", fails)
+    with pytest.raises(StoreFailed) as caught:
+        demo(directory=tmp_path / "new")
+    assert str(caught.value) == (
+        f"{tmp_path / 'new'}: the disk is full, so the demo could not go on; make room, or give "
+        "--dir a directory on another disk"
+    )
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_last_words_of_a_trainer_are_whole() -> None:
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    f()\n'
+    cases = {
+        "": "it said nothing",
+        "usage: x\nx: error: required\n": "x: error: required",
+        f"noise\n{trace}ValueError: of mine\n": "ValueError: of mine",
+        f"{trace}KeyError: 1\n\nDuring handling:\n\n{trace}a.Mismatch: two:\n  w\n  b\n": (
+            "a.Mismatch: two:\n  w\n  b"
+        ),
+        f"{trace}E: x\n" + "  word\n" * 50: "E: x\n" + "  word\n" * 19 + "...",
+        trace.rstrip(): 'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    f()',
+    }
+    for log, words in cases.items():
+        assert last_words(log) == words
+
+
+def test_the_report_stands_without_its_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, place: Any, **_: Any) -> None:
+        Path(place).write_bytes(b"half of one")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(picture.Figure, "savefig", fails)
+    made = picture.drawn(outcome(tmp_path))
+    assert not made.picture.exists()
+    assert "No space left" in made.picture_problem
+    assert (made.equal, made.to_json()["picture"]) == (True, None)
+    text = io.StringIO()
+    report.show(made, Console(file=text, width=200))
+    assert "Equal, bit for bit" in text.getvalue()
+    assert "Picture:" not in text.getvalue()
+
+
+def test_no_line_runs_through_words_of_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(picture.Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    picture.draw(outcome(tmp_path))
+    (axes,) = figures[0].axes
+    words = [text for text in axes.texts if text.get_text()]
+    assert any("spike at" in text.get_text() for text in words)
+    for text in words:
+        box = text.get_bbox_patch()
+        assert box.get_facecolor() == (1, 1, 1, 1)
+        assert all(text.get_zorder() > line.get_zorder() for line in axes.lines)
 
 
 def test_one_bit_of_one_leaf_is_found_by_the_comparison(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from tools import commands, output, views
-from tools.failures import CODE_OF, EXIT_CODES, Group, Refusal, told
+from tools.failures import CODE_OF, EXIT_CODES, Group, Refusal, exit_with, told
 
 
 def _codes(*codes: int) -> str:
@@ -283,6 +283,8 @@ def demo(
         if as_json:
             output.print_json(outcome.to_json())
         _exit(damaged=not outcome.equal)
+        if outcome.picture_problem:
+            exit_with(outcome.picture_problem, 4)
 
 
 # --- input ---------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def told(*, debug: bool, as_json: bool) -> Iterator[None]:
             _print_error(kind, message, CODE_OF[kind])
         if debug:
             raise
-        _exit_with(message, CODE_OF[kind])
+        exit_with(message, CODE_OF[kind])
 
 
 def kind_of(error: Exception) -> str:
@@ -112,7 +112,8 @@ def kind_of(error: Exception) -> str:
     )
 
 
-def _exit_with(message: str, code: int) -> NoReturn:
+def exit_with(message: str, code: int) -> NoReturn:
+    """One message on stderr, and the end."""
     console = Console(stderr=True, highlight=False)
     console.print("[bold red]ckpt:[/] ", end="")
     console.print(views.printable(message), markup=False, emoji=False, soft_wrap=True)

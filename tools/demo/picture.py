@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 
 from matplotlib.axes import Axes
@@ -10,6 +12,18 @@ from matplotlib.figure import Figure
 
 from tools.demo.report import Outcome, Story
 from tools.demo.script import Script
+
+
+def drawn(outcome: Outcome) -> Outcome:
+    """The outcome with its picture written, or with the reason why there is none."""
+    try:
+        draw(outcome)
+    except Exception as error:  # whatever it is: the runs and their comparison stand without it
+        with contextlib.suppress(OSError):
+            outcome.picture.unlink(missing_ok=True)  # half of one
+        why = f"{outcome.picture}: no picture: {error}"
+        return dataclasses.replace(outcome, picture_problem=why)
+    return outcome
 
 
 def draw(outcome: Outcome) -> None:
@@ -69,6 +83,9 @@ def _marks(axes: Axes, script: Script, run: Story) -> None:
             color="#6a1b9a",
             ha="right",
             va="center",
+            # The lines of kills end at the words.
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
+            zorder=5,
         )
 
 

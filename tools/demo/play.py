@@ -6,21 +6,23 @@ import importlib.util
 import json
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ckpt.errors import CheckpointError, StoreFailed
 from tools.demo import corpus, picture, report
 from tools.demo.corpus import Format
 from tools.demo.disturbed import Disturbed
+from tools.demo.place import is_full, prepared
 from tools.demo.report import Outcome, Story
 from tools.demo.script import Script
-from tools.demo.trainer import Event, Trainer
+from tools.demo.trainer import Event, Trainer, TrainerFailed
 
 PICTURE = "lastgood-demo.png"
 
@@ -43,30 +45,43 @@ def demo(
     break_restored: flips one bit of one parameter when the run is resumed for the last time.
     console: shows progress and tables; None shows nothing.
 
-    Raises: `TrainerFailed`; ValueError for arguments that make no sense; ModuleNotFoundError
-    without the packages of the extra `demo`.
+    A picture that cannot be drawn takes nothing from the rest: see `Outcome.picture_problem`.
+
+    Raises: `TrainerFailed`; `StoreFailed` for a place that cannot be written or is full; ValueError
+    for arguments that make no sense; ModuleNotFoundError without the packages of the extra `demo`.
     """
     begun = time.monotonic()
     for package in ("optax", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"the demo needs {package}: pip install 'lastgood[demo]'")
     script = Script.drawn(steps, secrets.randbelow(10_000) if seed is None else seed)
-    place = _prepared(directory)
     picture_path = (directory or Path.cwd()) / PICTURE
+    place = prepared(directory, picture_path)
     try:
         with _progress(console) as progress:
             stage = Stage(script, place, format, break_restored, progress)
             outcome = stage.play(picture_path, kept=place if keep else None, begun=begun)
         if console is not None:
             report.show(outcome, console)
+    except (OSError, CheckpointError, TrainerFailed) as error:
+        if is_full(place, error):
+            raise StoreFailed(
+                f"{place}: the disk is full, so the demo could not go on; make room, or give --dir "
+                "a directory on another disk"
+            ) from error
+        raise
     finally:
         if not keep:
-            for path in place.iterdir():
-                if path != picture_path:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _cleared(place, picture_path)
             if directory is None:
                 place.rmdir()
     return outcome
+
+
+def _cleared(place: Path, picture_path: Path) -> None:
+    for path in place.iterdir():
+        if path != picture_path:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @dataclass(frozen=True)
@@ -103,8 +118,7 @@ class Stage:
             directory=kept,
             seconds=time.monotonic() - begun,
         )
-        picture.draw(outcome)
-        return outcome
+        return picture.drawn(outcome)
 
     def _corpus(self) -> tuple[str, list[tuple[int, int]]]:
         """Write the corpus with noise where the plan will serve the poisoned batches.
@@ -182,7 +196,7 @@ class Stage:
                     f"step {event['step']}"
                 )
             elif kind == "failed":
-                self._say(f"{run}: [red]{event['message']}[/]")
+                self._say(f"{run}: [red]{escape(event['message'])}[/]")
             elif kind == "done":
                 self._say(f"{run}: done, {event['step']} steps")
 
@@ -202,12 +216,3 @@ def _progress(console: Console | None) -> Progress:
         console=console or Console(quiet=True),
         disable=console is None,
     )
-
-
-def _prepared(directory: Path | None) -> Path:
-    if directory is None:
-        return Path(tempfile.mkdtemp(prefix="lastgood-demo-"))
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory}: wanted a new or empty directory, found something in it")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory

@@ -68,6 +68,7 @@ class Outcome:
     picture: Path
     directory: Path | None  # where everything was kept, if it was
     seconds: float
+    picture_problem: str = ""  # why there is no picture
 
     @property
     def equal(self) -> bool:
@@ -85,7 +86,8 @@ class Outcome:
             "rewinds": [vars(rewound) for rewound in self.run.rewinds],
             "checks": [vars(check) for check in self.checks],
             "compared": [part.to_json() for part in self.compared],
-            "picture": str(self.picture),
+            "picture": None if self.picture_problem else str(self.picture),
+            "picture_problem": self.picture_problem or None,
             "directory": None if self.directory is None else str(self.directory),
             "seconds": round(self.seconds, 1),
         }
@@ -167,7 +169,8 @@ def show(outcome: Outcome, console: Console) -> None:
         if part.differences:
             names = ", ".join(part.differences[:5])
             console.print(f"{part.part}: {len(part.differences)} differ: {names}", markup=False)
-    console.print(f"Picture: {outcome.picture}", soft_wrap=True, highlight=False)
+    if not outcome.picture_problem:
+        console.print(f"Picture: {outcome.picture}", soft_wrap=True, highlight=False)
     if outcome.directory is not None:
         console.print(f"Kept: {outcome.directory}", soft_wrap=True, highlight=False)
     verdict = "[bold green]Equal, bit for bit.[/]" if outcome.equal else "[bold red]NOT equal.[/]"

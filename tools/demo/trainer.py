@@ -12,10 +12,23 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+_MESSAGE_LINES = 20
 
 
 class TrainerFailed(Exception):
     """The trainer ended although nobody killed it; the message has the end of its output."""
+
+
+def last_words(log: str) -> str:
+    """What a log says in the end: the message of its last traceback, or else its last line."""
+    lines = log.rstrip().splitlines()
+    begins = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    if not begins:
+        return lines[-1] if lines else "it said nothing"
+    after = (at for at in range(begins[-1] + 1, len(lines)) if lines[at][:1].strip())
+    message = lines[next(after, begins[-1]) :]
+    shown = message[:_MESSAGE_LINES]
+    return "\n".join(shown if len(message) == len(shown) else [*shown, "..."])
 
 
 class Trainer:
@@ -59,8 +72,8 @@ class Trainer:
                 yield event
         status = self._process.wait()
         if status and not self._killed:
-            tail = self._log.read_text(errors="replace")[-4000:]
-            raise TrainerFailed(f"the trainer ended with status {status}:\n{tail}")
+            words = last_words(self._log.read_text(errors="replace"))
+            raise TrainerFailed(f"the trainer ended with status {status}: {words}")
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
