@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import functools
 import logging
 import os
+import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 from ckpt import commit, layout, snapshot, states, tree
 from ckpt.again import Held, Written
@@ -35,6 +36,8 @@ from ckpt.store import Store, open_store
 from ckpt.writer import TIER, Job, Pending, Writer, matter_of
 
 Json = Any
+P = ParamSpec("P")
+T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 
 
@@ -50,6 +53,19 @@ class Shared:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise Misuse(f"Shared(every={self.every}): wanted at least 1")
+
+
+def _one_at_a_time(
+    call: Callable[Concatenate[CheckpointManager, P], T],
+) -> Callable[Concatenate[CheckpointManager, P], T]:
+    """Threads of a trainer may share its manager: their calls take turns."""
+
+    @functools.wraps(call)
+    def locked(self: CheckpointManager, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return call(self, *args, **kwargs)
+
+    return locked
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +131,8 @@ class CheckpointManager:
         self._unheard: list[BaseException] = []
         """Errors of the background that belong to no Pending."""
         self._closed = False
+        self._lock = threading.RLock()
+        """Held by every call that changes something; never by the writer's thread."""
         # A trainer that ends without close() must not lose its last save.
         atexit.register(_close_quietly, weakref.ref(self))
 
@@ -242,6 +260,7 @@ class CheckpointManager:
             )
         )
 
+    @_one_at_a_time
     def _start(self, wish: Wish) -> Restored:
         with self._matter() as matter:
             self._must_be_open()
@@ -274,6 +293,7 @@ class CheckpointManager:
 
     # --- saving ---------------------------------------------------------------------------
 
+    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -348,8 +368,8 @@ class CheckpointManager:
             "decision": layout.decision_members(attempt.decision),
             "device": _device(),
             "metrics": _metrics(metrics),
-            "extra": _json(extra, "extra"),
-            "guard": _json(guard, "guard"),
+            "extra": states.as_json(extra, "extra"),
+            "guard": states.as_json(guard, "guard"),
             "environment": environment(),
         }
         meta = {
@@ -419,6 +439,7 @@ class CheckpointManager:
                 raise TimeoutError(f"step {pending.step}: not durable after {timeout} s")
         self._raise_background_errors()
 
+    @_one_at_a_time
     def delete(self, step: int) -> None:
         """Delete a step of the lineage.
 
@@ -444,6 +465,7 @@ class CheckpointManager:
         """Finish all saves and let go of the arena. Raises what nobody was told yet."""
         self._close("it closed its manager")
 
+    @_one_at_a_time
     def _close(self, why: str) -> None:
         if self._closed:
             return
@@ -507,6 +529,7 @@ class CheckpointManager:
         self._raise_background_errors()
         self._pending.clear()
 
+    @_one_at_a_time
     def _raise_background_errors(self, pendings: Sequence[Pending] | None = None) -> None:
         """Raise the oldest error of the background that nobody has been told."""
         self._note_superseded()
@@ -580,12 +603,5 @@ def _metrics(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         return None
     try:
         return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise Misuse(f"metrics: wanted numbers by name: {error}") from error
-
-
-def _json(value: Json, name: str) -> Json:
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise Misuse(f"{name}: wanted a JSON value: {error}") from error

@@ -14,6 +14,8 @@ from ckpt.lineage import Skips
 Json = Any
 _log = logging.getLogger("ckpt")
 DEFAULT_NAME = "data"
+MAX_DEPTH = 100
+"""Levels of a JSON value that is saved with a step; whoever reads it may have a short stack."""
 
 
 @runtime_checkable
@@ -41,6 +43,32 @@ class Skipping(Protocol):
 
         `skips` were left out beside those that the state knows of.
         """
+
+
+def as_json(value: Json, what: str) -> Json:
+    """A copy of a value as JSON gives it back.
+
+    Raises:
+        Misuse: it is none, or nested deeper than records of a step may be.
+    """
+    try:
+        text = json.dumps(value)
+        copy = json.loads(text)
+    except RecursionError as error:
+        raise Misuse(f"{what}: wanted at most {MAX_DEPTH} levels, found a deeper one") from error
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"{what}: wanted a JSON value: {error}") from error
+    level = [copy]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return copy
+    raise Misuse(f"{what}: wanted at most {MAX_DEPTH} levels, found a deeper one")
 
 
 def named(data: Any) -> dict[str, Iterator]:
@@ -71,11 +99,11 @@ def take(data: Any) -> dict[str, Json]:
     for name, each in named(data).items():
         state = each.get_state()
         if isinstance(state, bytes):
-            state = {"json": json.loads(state)}
-        try:
-            json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise Misuse(f"data {name!r}: its state is no JSON value: {error}") from error
+            try:
+                state = {"json": json.loads(state)}
+            except (ValueError, RecursionError) as error:
+                raise Misuse(f"data {name!r}: its state, bytes, is no JSON: {error}") from error
+        as_json(state, f"data {name!r}: get_state()")
         taken[name] = {
             "state": state,
             "batch_size": getattr(each, "batch_size", None),

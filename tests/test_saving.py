@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import jax
@@ -233,3 +234,79 @@ def test_one_call_does_not_drop_the_data_of_a_run(root: Path) -> None:
         assert ckpt.save(root, state_of(2), data=data) == 2
     assert ckpt.save(root, state_of(3), data={}) == 3
     assert ckpt.save(root, state_of(4)) == 4
+
+
+# --- several threads ---------------------------------------------------------------------------
+
+
+def test_threads_that_save_before_resume_make_one_attempt(root: Path) -> None:
+    errors: list[BaseException] = []
+    gate = threading.Barrier(4)
+
+    def save(step: int) -> None:
+        gate.wait()
+        try:
+            m.save(step, state_of(step)).wait()
+        except ckpt.Misuse as error:  # a higher step was faster
+            if "already reached" not in str(error):
+                errors.append(error)
+        except BaseException as error:
+            errors.append(error)
+
+    with manager(root) as m:
+        threads = [threading.Thread(target=save, args=(step,)) for step in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert m.latest_step() == 4
+    assert [path.name for path in (root / "attempts").glob("?.json")] == ["1.json"]
+
+
+# --- what is no JSON ---------------------------------------------------------------------------
+
+
+def nested(depth: int, kind: type = list) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value] if kind is list else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("name", ["extra", "guard", "data"])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_value_nested_too_deep_is_refused_at_once(root: Path, name: str, kind: type) -> None:
+    class Odd:
+        def __init__(self, state: object) -> None:
+            self.state = state
+
+        def get_state(self) -> object:
+            return self.state
+
+        def set_state(self, state: object) -> None:
+            self.state = state
+
+    def given(value: object) -> dict:
+        return {name: Odd(value) if name == "data" else value}
+
+    with manager(root) as m:
+        for depth in (101, 500, 950, 5_000, 100_000):
+            with pytest.raises(ckpt.Misuse, match=f"{name}.*at most 100 levels"):
+                m.save(1, state_of(1), **given(nested(depth, kind)))
+        m.save(1, state_of(1), **given(nested(100, kind))).wait()
+        if name == "data":
+            with pytest.raises(ckpt.Misuse, match="bytes, is no JSON"):
+                m.save(2, state_of(2), data=Odd(b"[" * 100_000))
+            again = Odd(None)
+            m.resume(data=again)
+            assert again.state == nested(100, kind)
+        else:
+            assert getattr(m.resume(), name) == nested(100, kind)
+
+
+def test_metrics_that_are_no_numbers_are_refused(root: Path) -> None:
+    with manager(root) as m:
+        for bad in ({"loss": nested(5_000)}, {"loss": 10**400}, {"loss": "a"}, ["loss"]):
+            with pytest.raises(ckpt.Misuse, match="metrics: wanted numbers by name"):
+                m.save(1, state_of(1), metrics=bad)
