@@ -192,6 +192,10 @@ class CheckpointManager:
         A fresh start is made only when the store answered and holds nothing; it returns `like`
         as the state, and leaves `data` where it is.
 
+        Returns:
+            `Restored`: `state`, like `like`; `step`, `metrics`, `extra` and `guard` as they were
+            saved; `report`, with `fresh`, and with the newer steps that were passed over in `lost`.
+
         Args:
             must_exist: a run without steps is an error.
             fit: what may differ between `like` and what was saved.
@@ -214,8 +218,10 @@ class CheckpointManager:
     ) -> Restored:
         """Go on from a step of the lineage: the newest intact one, or exactly `step`.
 
-        An older step than the newest opens a branch. Raises as `resume`; NotFound when there is
-        nothing.
+        An older step than the newest opens a branch, and this call decides it: the next start goes
+        on from `step`, even if nothing is saved after it. To look at a step, use `ckpt.restore`.
+
+        Returns what `resume` does. Raises as it does; NotFound when there is nothing.
         """
         number = None if step is None else check_step_number(step)
         return self._start(Wish("restore", number, like, data, must_exist=True, fit=fit))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckpt import states
+from ckpt import leaves, states, tree
 from ckpt.errors import Misuse
 from ckpt.processes import here, preempted
 from ckpt.spike import GuardState, Rewind, SpikeGuard
@@ -92,6 +92,7 @@ class Run:
         self._metrics: dict[str, Any] = {}
         self._extra: Any = None
         self._saved_step: int | None = None
+        self._look: Any = None
         self._taken = False  # a batch was handed out and its update has not come
         self._sigterm = _Sigterm()
 
@@ -177,7 +178,7 @@ class Run:
     def update(self, state: Any, *, extra: Any = None, **metrics: Any) -> Pending | None:
         """Completes a step: the point where step, state and data agree.
 
-        state: the new state, of the same structure as the first.
+        state: the new state, with the leaves, dtypes and shapes of the one before.
         extra: JSON value to save with the step. metrics: scalars (arrays are read only when a
         step is saved, or late by the guard).
 
@@ -189,6 +190,7 @@ class Run:
                 f"update without a batch, after step {self._step}: call it once for each batch "
                 "the run yields"
             )
+        self._check_state(state)
         if self._guard is not None:
             if self._metric not in metrics:
                 raise Misuse(
@@ -204,6 +206,23 @@ class Run:
         if self._observe(keep=0 if due or self._guard is None else self._guard.lag):
             return None
         return self._save(force=last) if due else None
+
+    def _check_state(self, state: Any) -> None:
+        """One that no restore into the state before would accept is refused at once, not days later
+        by the restart that needs it."""
+        look = _look(state)
+        if look is not None and look != self._look:
+            before = tree.flatten(self._state, abstract=True)
+            lines = leaves.differences(tree.flatten(state, abstract=True).specs, before.specs)
+            if lines:
+                raise Misuse(
+                    f"update {self._step + 1}: the new state is not what the state before was, and "
+                    "could not be restored into it; give all leaves the dtypes and shapes that "
+                    "they keep from the start:"
+                    + "".join(f"\n  {line}" for line in lines[:_NAMED])
+                    + (f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else "")
+                )
+        self._look = look
 
     def _next_batch(self) -> Any:
         try:
@@ -262,6 +281,7 @@ class Run:
     def _continue_from(self, restored: Restored) -> None:
         self._restored = restored
         self._state, self._step = restored.state, restored.step
+        self._look = _look(self._state)
         self._metrics, self._extra = dict(restored.metrics or {}), restored.extra
         self._saved_step = restored.step if restored.step else None
 
@@ -317,6 +337,22 @@ class _Sigterm:
 
 
 _END = object()
+_NAMED = 10
+"""So many differences are named in an error."""
+
+
+def _look(state: Any) -> Any:
+    """What two states that fit each other have in common, cheap; None if JAX cannot flatten it."""
+    import jax
+
+    try:
+        values, structure = jax.tree.flatten(state)
+    except (TypeError, ValueError, RecursionError, SystemError):  # the last: a tree within itself
+        return None
+    kinds = [
+        (value.dtype, value.shape) if hasattr(value, "dtype") else type(value) for value in values
+    ]
+    return structure, kinds
 
 
 def _guard_state(value: Any) -> GuardState | None:

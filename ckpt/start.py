@@ -200,7 +200,8 @@ class Start:
             newest = max(found.counting, default=None)
             raise Misuse(
                 f"{self.store.location}: holds steps up to {newest}; call resume() or restore() "
-                "before save(), or use another root for a new run"
+                "first, so that it is clear what this manager goes on from, or use another root "
+                "for a new run"
             )
 
     def _candidates(self, listing: Listing, wish: Wish) -> list[StepId]:

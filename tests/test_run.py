@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import signal
 import threading
 from dataclasses import dataclass, field
@@ -527,6 +528,45 @@ def test_wrong_use_is_named(manager: MemoryManager) -> None:
         run.update(run.state, loss=1.0)
     with pytest.raises(Misuse, match="entered once"):
         run.__enter__()
+
+
+def other_states() -> list[tuple[Any, str]]:
+    good = start()
+    return [
+        ({"sum": good["sum"]}, "poison: wanted float32[], found nothing"),
+        ({**good, "more": jnp.ones(2)}, "more: wanted nothing, found float32[2]"),
+        ({**good, "sum": jnp.zeros(5, jnp.int32)}, "sum: wanted int32[4], found int32[5]"),
+        ({**good, "sum": jnp.zeros(4)}, "sum: wanted int32[4], found float32[4]"),
+        ({**good, "sum": good}, "sum/poison: wanted nothing, found float32[]"),
+        ({**good, "poison": 0.0}, "poison: wanted float32[], found Python float"),
+        (good["sum"], "~: wanted nothing, found int32[4]"),
+        (None, "sum: wanted int32[4], found nothing"),
+    ]
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+@pytest.mark.parametrize(("other", "line"), other_states(), ids=lambda value: str(value)[:20])
+def test_a_state_that_could_not_be_restored_is_refused_at_once(
+    manager: MemoryManager, other: Any, line: str, resumed: bool
+) -> None:
+    if resumed:
+        run_to(manager, 6)
+    with Run(manager, start(), Batches(), steps=10, guard=GUARD) as run:
+        for step, _ in run:
+            with pytest.raises(Misuse, match=f"update {step}: .*\n(  .*\n)*  {re.escape(line)}"):
+                run.update(other, loss=1.0)
+            run.update(start(), loss=1.0)
+        assert run.step == 10
+
+
+def test_containers_and_static_data_may_change(manager: MemoryManager) -> None:
+    def state(count: int) -> Any:
+        layers = [jnp.zeros(2), np.float32(1)]
+        return {"layers": layers if count % 2 else tuple(layers), "n": count}
+
+    with Run(manager, state(0), Batches(), steps=4) as run:
+        for step, _ in run:
+            run.update(state(step))
 
 
 def test_keys_and_shardings_stay_in_the_like_of_a_rewind(manager: MemoryManager) -> None:

@@ -310,3 +310,17 @@ def test_metrics_that_are_no_numbers_are_refused(root: Path) -> None:
         for bad in ({"loss": nested(5_000)}, {"loss": 10**400}, {"loss": "a"}, ["loss"]):
             with pytest.raises(ckpt.Misuse, match="metrics: wanted numbers by name"):
                 m.save(1, state_of(1), metrics=bad)
+
+
+# --- before anything was restored --------------------------------------------------------------
+
+
+def test_whatever_comes_before_resume_says_what_is_missing(root: Path) -> None:
+    with manager(root) as m:
+        m.save(1, state_of(1)).wait()
+    for call in (lambda m: m.save(2, state_of(2)), lambda m: m.delete(1)):
+        with (
+            manager(root) as m,
+            pytest.raises(ckpt.Misuse, match=r"resume\(\) or restore\(\) first"),
+        ):
+            call(m)
