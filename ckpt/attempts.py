@@ -57,7 +57,7 @@ class Listing:
     @property
     def numbers(self) -> set[int]:
         """Every attempt number that anything in the root carries."""
-        made = {*(step.attempt for step in self.steps), *self.makers_of_damaged}
+        made = {*(step.attempt for step in self.steps if step.attempt), *self.makers_of_damaged}
         return {*self.claims, *self.branches, *made, *(remain.attempt for remain in self.remains)}
 
     @property

@@ -18,6 +18,7 @@ from ckpt.lineage import Skips, StepId, choose, counting
 from ckpt.processes import Matter, here, of_tree
 from ckpt.publishing import read_marker
 from ckpt.retention import Best, best
+from ckpt.roots import must_be_a_root
 from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
 from ckpt.store import FileStore, Store, open_store
 
@@ -413,6 +414,7 @@ def resolve(location: str | os.PathLike[str]) -> Place:
     Raises:
         NotFound: it is neither; says what is there.
         Damaged: a step whose marker is not what was written.
+        Misuse: a directory inside a run.
     """
     store = open_store(location)
     path = store.location
@@ -440,6 +442,7 @@ def resolve(location: str | os.PathLike[str]) -> Place:
         return Place(store, StepId(step or 0, 0, 0), alone=True)
     if listing.empty:
         raise NotFound(nothing_there(store, listing))
+    must_be_a_root(store)
     return Place(store, None)
 
 

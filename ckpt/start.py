@@ -42,6 +42,7 @@ from ckpt.reader import (
     with_damaged,
     with_report,
 )
+from ckpt.roots import must_be_a_root
 from ckpt.steps import Damage, Manifest, read_manifest
 from ckpt.store import Store
 from ckpt.verification import check_step
@@ -168,6 +169,7 @@ class Start:
 
     def _claim(self, wish: Wish) -> int:
         """Process 0: become the owner, unless it can be seen already that this leads nowhere."""
+        must_be_a_root(self.store)
         if wish.kind == "start":
             self._must_be_new()
         if wish.must_exist:

@@ -39,6 +39,14 @@ class Damage:
     leaf: str = ""
     """Path of the leaf it touches, if it is one."""
 
+    @classmethod
+    def by(cls, store: Store, file: str, error: Exception | str, leaf: str = "") -> Damage:
+        """What an error tells, which may begin with the path of the file."""
+        text = str(error)
+        for place in (f"{store.location}/{file}", file):
+            text = text.removeprefix(f"{place}: ").removeprefix(f"{place}/")
+        return cls(file, text, leaf)
+
     def __str__(self) -> str:
         return f"{self.file}: {f'leaf {self.leaf}: ' if self.leaf else ''}{self.what}"
 
@@ -92,7 +100,7 @@ def _open_step(store: Store, step: StepId) -> OpenStep:
         try:
             headers.append(_header(store, prefix, manifest, image))
         except (Damaged, NotFound) as error:
-            fatal.append(Damage(f"{prefix}/{image.name}", str(error)))
+            fatal.append(Damage.by(store, f"{prefix}/{image.name}", error))
     if fatal:
         raise Damaged(
             f"{store.location}/{prefix}: {step} is damaged:"
@@ -129,7 +137,7 @@ def check_files(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
         if isinstance(data, NotFound):
             damage.append(Damage(key, "absent"))
         elif isinstance(data, Damaged):
-            damage.append(Damage(key, str(data)))
+            damage.append(Damage.by(store, key, data))
         elif len(data) != size:
             damage.append(Damage(key, f"wanted {size} bytes, found {len(data)}"))
         elif (found := layout.digest(data)) != digest:

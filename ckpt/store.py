@@ -234,7 +234,7 @@ def open_store(location: str | os.PathLike[str]) -> Store:
     """The store behind a path or a URL: `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`.
 
     Raises:
-        Misuse: a URL scheme that is not known, or no bucket.
+        Misuse: no path, a URL scheme that is not known, or no bucket.
     """
     text = os.fspath(location)
     if text.startswith("file://"):
@@ -250,6 +250,10 @@ def open_store(location: str | os.PathLike[str]) -> Store:
         from ckpt.store_kv import open_bucket
 
         return open_bucket(text)
+    else:
+        text = os.path.expanduser(text)
+    if not text:
+        raise Misuse(f"location {os.fspath(location)!r}: wanted a path; '.' is this directory")
     return FileStore(text)
 
 

@@ -62,6 +62,8 @@ class Verification:
     """Attempt records that are not what was written."""
     unfinished: tuple[str, ...] = ()
     """Temporary names; the next attempt publishes or removes them."""
+    not_looked_at: tuple[str, ...] = ()
+    """Steps of Orbax, which stores no digests."""
 
     @property
     def intact(self) -> bool:
@@ -88,7 +90,7 @@ def verify(
 
     Raises:
         NotFound: neither run nor step. StoreFailed: the store did not answer.
-        Unsupported: one step of Orbax. In a run they are passed over.
+        Unsupported: steps of Orbax only. Beside others they are passed over, and named.
     """
     try:
         place = resolve(location)
@@ -109,6 +111,9 @@ def verify(
     except Unsupported as error:
         records = records or [Damage(layout.ATTEMPTS, str(error))]
         return Verification(store.location, (), tuple(records))
+    foreign = tuple(str(step.step) for step in listing.steps if not step.attempt)
+    if foreign and not (listing.numbers or listing.damaged):
+        raise undescribed(store.location)
     records = _of_decisions(records, listing)
     try:
         line = listing.lineage
@@ -116,7 +121,8 @@ def verify(
         # Nobody knows what counts; the steps can be looked at all the same.
         records, line = records or [Damage(layout.ATTEMPTS, str(error))], ()
     reports = [
-        StepReport(None, name, (Damage(name, why),), counts=False) for name, why in listing.damaged
+        StepReport(None, name, (Damage.by(store, name, why),), counts=False)
+        for name, why in listing.damaged
     ]
     ours = [step for step in listing.steps if step.attempt]
     for step, told in zip(ours, _shares(store, ours, progress), strict=True):
@@ -127,7 +133,7 @@ def verify(
             StepReport(step, found.name, found.damage, found.bytes_read, counts(line, step))
         )
     unfinished = tuple(remain.name for remain in listing.remains)
-    return Verification(store.location, tuple(reports), tuple(records), unfinished)
+    return Verification(store.location, tuple(reports), tuple(records), unfinished, foreign)
 
 
 def _shares(
@@ -193,10 +199,10 @@ def _why_not(store: Store, step: StepId, error: CheckpointError) -> list[Damage]
         at_fault = layout.MANIFEST
         manifest = read_manifest(store, step)
     except CheckpointError as first:
-        return [Damage(f"{name}/{at_fault}", str(first))]
+        return [Damage.by(store, f"{name}/{at_fault}", first)]
     damage = check_files(store, name, manifest)
     damage += check_images(store, name, manifest)
-    return damage or [Damage(name, str(error))]
+    return damage or [Damage.by(store, name, error)]
 
 
 def check_images(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
@@ -214,7 +220,7 @@ def check_images(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
         try:
             commit.read_header(store, prefix, part)
         except (Damaged, NotFound, Unsupported) as error:
-            damage.append(Damage(f"{prefix}/{ref.name}", str(error)))
+            damage.append(Damage.by(store, f"{prefix}/{ref.name}", error))
     return damage
 
 
@@ -230,7 +236,8 @@ def check_chunks(step: OpenStep, progress: Progress | None = None) -> tuple[list
                 found = _check_rows(header, reader, rows)
                 for row, what in found:
                     param = header.arrays[int(header.columns.array[row])].param
-                    damage.append(Damage(key, what, names.get(param, param)))
+                    what = what.removeprefix(f"{header.where}: ").removeprefix(f"{param}, ")
+                    damage.append(Damage.by(step.store, key, what, names.get(param, param)))
                 done += int(header.columns.nbytes[rows[0] : rows[1]].sum())
                 if progress is not None:
                     progress(done, total)
@@ -301,5 +308,5 @@ def check_records(store: Store) -> list[Damage]:
         try:
             parse(store.read(key), f"{store.location}/{key}")
         except (Damaged, Unsupported) as error:
-            damage.append(Damage(key, str(error)))
+            damage.append(Damage.by(store, key, error))
     return damage

@@ -42,7 +42,8 @@ def versions(found: Mapping[str, str | None]) -> View:
 def ls(found: RunListing) -> View:
     """A table of steps."""
     if found.attempt is None:
-        head = "written by Orbax"
+        foreign = bool(found.steps) and all(row.attempt == 0 for row in found.steps)
+        head = "written by Orbax" if foreign else "no attempt has begun to train"
     else:
         head = f"branch {found.branch}, attempt {found.attempt}"
     yield _text(f"{found.location}  ({head})")
