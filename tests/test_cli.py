@@ -235,7 +235,7 @@ def test_inspect_tells_what_can_be_told_of_a_damaged_step(run):
     image.unlink()
     found = answer("inspect", run, code=1)
     assert len(found["leaves"]) == found["leaf_count"] == 6
-    assert str(image) in found["damage"][0]
+    assert str(image.relative_to(run)) in found["damage"][0]
     (run / "branch-2" / "30" / layout.TREE).unlink()
     assert "0 leaves" in ckpt_command("inspect", run).stdout
     found = answer("inspect", run, code=1)
@@ -334,8 +334,7 @@ def test_steps_of_orbax_are_inspected(orbax, name):
 
 
 def test_steps_of_orbax_have_nothing_to_verify(orbax):
-    assert answer("verify", orbax / "run")["unverifiable"] == ["3", "4"]
-    assert "not looked at: steps 3, 4" in ckpt_command("verify", orbax / "run").stdout
+    assert "neither digests nor" in refusal("verify", orbax / "run", code=2)
     assert "neither digests nor" in refusal("verify", orbax / "run" / "3", code=2)
     with pytest.raises(Unsupported, match="written by Orbax"):
         ckpt.metadata(orbax / "run")
