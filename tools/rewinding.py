@@ -14,7 +14,7 @@ import ckpt
 from ckpt import attempts
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
-from ckpt.lineage import Decision, Skips, StepId, join_skips, owner, reach_of
+from ckpt.lineage import Decision, Skips, StepId, join_skips, next_number, owner, reach_of
 from ckpt.reader import Reader
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
@@ -93,7 +93,7 @@ def plan(
         store.location,
         chosen,
         tuple(step for step in listing.counting if step.step > to),
-        number + 1,
+        next_number(listing.numbers),
         attempts.describe_claim(store, number) if number else "",
         reason,
         skips=head.skips if head is not None else {},
