@@ -38,6 +38,7 @@ import xxhash
 from ckpt.errors import Damaged, InUse, Misuse, StoreFailed, Unsupported
 from ckpt.grid import PAGE_BYTES, round_up
 from ckpt.image import Header, decode
+from ckpt.wording import counted
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(0|[1-9][0-9]{0,3})")
@@ -127,7 +128,8 @@ class Arena:
             self._must_be_open()
             if not usable:
                 raise StoreFailed(
-                    f"{self.directory}: none of {self.slots} slots came free within {timeout_s} s: "
+                    f"{self.directory}: none of {counted(self.slots, 'slot')} came free "
+                    f"within {timeout_s} s: "
                     "earlier snapshots are still being written; give more slots, or save less often"
                 )
             number = self._next()[0]
@@ -265,8 +267,8 @@ class Arena:
                 cause = error
         raise StoreFailed(
             f"{self.directory}: a slot of {grown} bytes needs {needed_bytes} bytes more, "
-            f"{free_bytes} are free there, for {self.slots} slots; give the arena a larger place, "
-            "enlarge this one (a container's --shm-size), or use fewer slots"
+            f"{free_bytes} are free there, for {counted(self.slots, 'slot')}; give the arena "
+            "a larger place, enlarge this one (a container's --shm-size), or use fewer slots"
         ) from cause
 
 
@@ -360,6 +362,11 @@ def _own(directory: Path, owner: str) -> tuple[int, int]:
             text = _describe(_read_owner(lock_fd))
             os.close(lock_fd)
             os.close(directory_fd)
+            if any(arena.directory == directory for arena in list(_live)):
+                raise InUse(
+                    f"{directory} is held by another manager of this run in this process: {text}; "
+                    "close() that one first, or use it (a notebook cell that ran twice made two)"
+                )
             raise InUse(
                 f"{directory} is held by a live manager of this run: {text}; stop that one first, "
                 "or give this run another location"

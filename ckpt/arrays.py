@@ -456,4 +456,5 @@ def _absent(missing: Sequence[str], images: Images) -> str:
     where = ", ".join(header.where for header, _ in images[:4])
     lines = "".join(f"\n  {line}" for line in missing[:LISTED])
     more = "\n  and others" if len(missing) > LISTED else ""
-    return f"chunks that are needed are in none of the {len(images)} images ({where}):{lines}{more}"
+    which = "not in the image" if len(images) == 1 else f"in none of the {len(images)} images"
+    return f"chunks that are needed are {which} ({where}):{lines}{more}"

@@ -279,6 +279,8 @@ def _place(header: Header, chunk: Chunk) -> str:
 def _listed(messages: Sequence[str], total: int) -> str:
     lines = "".join(f"\n  {text}" for text in messages[:LISTED])
     more = f"\n  and {len(messages) - LISTED} more" if len(messages) > LISTED else ""
+    if total == 1:
+        return f"the one chunk that is needed is damaged:{lines}{more}"
     return f"{len(messages)} of the {total} chunks that are needed are damaged:{lines}{more}"
 
 

@@ -15,6 +15,7 @@ import xxhash
 
 from ckpt.errors import Damaged, Unsupported
 from ckpt.lineage import KINDS, Claim, Decision, Remain, StepId
+from ckpt.wording import counted
 
 FORMAT = 1
 
@@ -98,7 +99,7 @@ def unseal(data: bytes, where: str) -> dict[str, Json]:
 
 
 def _peek(data: bytes) -> str:
-    return "an empty file" if not data else f"{len(data)} bytes beginning {data[:24]!r}"
+    return "an empty file" if not data else f"{counted(len(data), 'byte')} beginning {data[:24]!r}"
 
 
 # --- names -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ckpt.btree import Database, Entries, encode
 from ckpt.errors import Damaged, Misuse
 from ckpt.grid import CRC_BYTES
 from ckpt.image import ArraySpec, Header, dtype_of
+from ckpt.wording import counted
 
 # A zero as zarr wants it in JSON, by the start of the dtype's name; 0.0 for all others.
 _FILLS: dict[str, Any] = {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}
@@ -153,8 +154,9 @@ def _check_complete(
     if found != wanted:
         row = [a == b for a, b in zip(found, wanted, strict=True)].index(False)
         raise Damaged(
-            f"array {arrays[row].param!r}: wanted {wanted[row]} chunks, found {found[row]} in"
-            f" {len(set(path_of_row))} images; an image is missing, or is there twice"
+            f"array {arrays[row].param!r}: wanted {counted(wanted[row], 'chunk')}, found "
+            f"{found[row]} in {counted(len(set(path_of_row)), 'image')}; an image is missing, or "
+            "is there twice"
         )
     # Place among all chunks: row-major within the array; shorter ranks go on with sizes of 1.
     width = grid.shape[1]

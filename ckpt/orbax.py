@@ -34,6 +34,7 @@ from ckpt.orbax_files import (
     trees,
 )
 from ckpt.placement import Box, HostLeaf, boxes, place, whole
+from ckpt.wording import counted
 
 __all__ = [
     "SavedArray",
@@ -139,7 +140,8 @@ def _selected(found: OrbaxItem, wanted: Wanted | None) -> list[OrbaxLeaf]:
     missing = [param for param in wanted or () if param not in by_param]
     if missing:
         raise Mismatch(
-            f"{found.location}: {len(missing)} of {len(wanted or ())} leaves are not there",
+            f"{found.location}: not there: {len(missing)} of "
+            f"{counted(len(wanted or ()), 'leaf', 'leaves')}",
             [f"{param}: wanted an array, found no leaf of that name" for param in missing],
         )
     return list(by_param.values())

@@ -21,6 +21,7 @@ from ckpt.retention import Best, best
 from ckpt.roots import must_be_a_root
 from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
 from ckpt.store import FileStore, Store, open_store
+from ckpt.wording import counted
 
 Json = Any
 _ROUNDS = 20
@@ -378,7 +379,8 @@ def nothing_there(store: Store, listing: Listing) -> str:
         damaged = ", ".join(name for name, _ in listing.damaged[:5])
         return f"{store.location}: no committed step; damaged: {damaged}"
     if listing.claims:
-        return f"{store.location}: a run of {len(listing.claims)} attempts without a saved step"
+        attempts_made = counted(len(listing.claims), "attempt")
+        return f"{store.location}: a run of {attempts_made} without a saved step"
     names = sorted(entry.name for entry in store.list(""))
     there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     if not names and isinstance(store, FileStore) and not Path(store.location).is_dir():
@@ -389,8 +391,10 @@ def nothing_there(store: Store, listing: Listing) -> str:
 def every_step_damaged(store: Store, lost: list[Lost]) -> str:
     """Message for a lineage of which nothing can be restored."""
     lines = "".join(f"\n  step {each.step}: {each.reason}" for each in lost)
+    found = "the one step" if len(lost) == 1 else f"all {counted(len(lost), 'step')}"
     return (
-        f"{store.location}: all {len(lost)} steps of the lineage are damaged; nothing was changed."
+        f"{store.location}: {found} of the lineage {'is' if len(lost) == 1 else 'are'} damaged; "
+        "nothing was changed."
         f" Run `ckpt verify {store.location}` for the whole report.{lines}"
     )
 

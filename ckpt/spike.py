@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound
+from ckpt.wording import counted
 
 _JSON_VERSION = 1
 
@@ -226,7 +227,7 @@ class SpikeGuard:
             return
         kept = -(-self.reach // every) + 1
         raise Misuse(
-            f"the guard goes back {self.reach} steps (margin {self.margin}, and up to "
+            f"the guard goes back {counted(self.reach, 'step')} (margin {self.margin}, and up to "
             f"{self.reach - self.margin} until a spike is seen), but of the steps saved every "
             f"{every} only the last {last} are kept, which reach {(last - 1) * every} back; use "
             f"Keep(last={kept}), Keep(every=...), or a smaller margin"
@@ -254,7 +255,8 @@ class SpikeGuard:
         history = (*state.history, Spike(onset, step, value, limit))
         if len(history) > self.max_rewinds:
             raise TooManyRewinds(
-                f"the loss spiked again at step {onset} after {self.max_rewinds} rewinds, which is "
+                f"the loss spiked again at step {onset} after "
+                f"{counted(self.max_rewinds, 'rewind')}, which is "
                 "max_rewinds; rewinding does not cure this run. All spikes:",
                 history,
             )

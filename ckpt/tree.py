@@ -26,6 +26,7 @@ from ckpt.nodes import child_name, place, split
 from ckpt.outline import Outline, look_at
 from ckpt.structure import MAX_DEPTH, join
 from ckpt.values import Place, describe
+from ckpt.wording import counted
 
 VERSION = 1
 ROOT = "~"
@@ -122,7 +123,7 @@ def unflatten(structure: Any, values: Sequence[Any]) -> Any:
         if index not in missing:
             raise Damaged(
                 f"structure record: leaf {index} at {place(name)} is used twice, or is none of "
-                f"the {len(values)} leaves"
+                f"the {counted(len(values), 'leaf', 'leaves')}"
             )
         missing.remove(index)
         return values[index]
@@ -130,8 +131,8 @@ def unflatten(structure: Any, values: Sequence[Any]) -> Any:
     tree = join(structure["tree"], leaf)
     if missing:
         raise Damaged(
-            f"structure record: {len(missing)} of {len(values)} leaves have no place in the tree, "
-            f"the first of them leaf {min(missing)}"
+            f"structure record: {len(missing)} of {counted(len(values), 'leaf', 'leaves')} without "
+            f"a place in the tree, the first of them leaf {min(missing)}"
         )
     return tree
 
@@ -177,7 +178,8 @@ def with_structure_of(like: Any, values: Mapping[str, Any]) -> Any:
     tree = visit(like, "", 0)
     if missing:
         names = ", ".join(missing[:20])
-        raise Misuse(f"no value for {len(missing)} leaves of the template: {names}")
+        leaves = counted(len(missing), "leaf", "leaves")
+        raise Misuse(f"no value for {leaves} of the template: {names}")
     return tree
 
 

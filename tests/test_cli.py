@@ -274,7 +274,7 @@ def test_verify_names_file_and_leaf(run):
     assert run / damage["file"] == image
     text = ckpt_command("verify", run).stdout
     assert "leaf params/dense/kernel" in text
-    assert "1 steps damaged" in text
+    assert "1 step damaged" in text
     assert answer("verify", run / "branch-2" / "20", code=1)["steps"] == [step]
     assert answer("verify", run / "branch-2" / "25")["intact"]
     assert answer("verify", run, "--shallow")["bytes_read"] == 0

@@ -222,6 +222,28 @@ def test_errors_of_all_kinds_are_json(run, monkeypatch):
     assert json.loads(result.stdout)["error"]["kind"] == "Stopped"
 
 
+def test_one_of_a_kind_is_no_plural(tmp_path):
+    run = tmp_path / "run"
+    one = re.compile(r"(?<![\w.,:-])1 (steps|leaves|attempts|saves|records|images|chunks|slots)\b")
+    ckpt.CheckpointManager(run).close()
+    with pytest.raises(ckpt.NotFound) as caught:
+        ckpt.restore(run)
+    assert not one.search(str(caught.value))
+    for step in (3, 4):
+        ckpt.save(run, {"w": 1.5}, step=step)
+        rewind = ckpt_command("rewind", run, "--to", 3, "--reason", "x", "--dry-run").stdout
+        shown = [ckpt_command(command, run).stdout for command in VIEWS]
+        assert not one.search("\n".join([rewind, *shown]))
+    assert "1 leaf;" in shown[2]
+    assert "leave behind   1 step: 4 (it stays on disk)" in rewind
+    for image in run.glob("branch-*/*/*/d/*.image"):
+        image.write_bytes(b"")
+    with pytest.raises(Damaged) as caught:
+        ckpt.restore(run)
+    assert not one.search(str(caught.value))
+    assert "2 steps damaged" in ckpt_command("verify", run).stdout
+
+
 def test_the_kinds_of_errors_are_in_the_help():
     page = " ".join(ckpt_command("--help").stdout.split())
     for kind in failures.CODE_OF:

@@ -36,7 +36,7 @@ def test_functions_as_static_data_need_a_template() -> None:
     found = with_structure_of(tree, values)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     assert found["d"].default_factory is tree["d"].default_factory
-    with pytest.raises(Misuse, match="no value for 1 leaves of the template: d/a"):
+    with pytest.raises(Misuse, match="no value for 1 leaf of the template: d/a"):
         with_structure_of(tree, {"f/0/0": 1})
 
 

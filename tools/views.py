@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpt.lineage import Skips
+from ckpt.wording import counted
 from tools.commands import AttemptRow, Check, RunListing, RunLog, StepRow
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def _saves(row: AttemptRow) -> Iterator[str]:
     saves = [event for event in row.events if event.get("event") == "save"]
     if saves:
         last = saves[-1]
-        steps = _runs([event.get("step") for event in saves])
-        told = [f"{len(saves)} saves: steps {steps}"]
+        told = [f"{counted(len(saves), 'save')}: {_steps([event.get('step') for event in saves])}"]
         if _is_number(last.get("bytes")):
             told.append(f"the last {size(last['bytes'])}")
         for name in ("blocking_s", "durable_s"):
@@ -131,13 +131,18 @@ def _saves(row: AttemptRow) -> Iterator[str]:
                 told.append(f"{name.removesuffix('_s')} {last[name]:.3g} s")
         yield ", ".join(told)
     elif row.steps:
-        yield f"steps {_runs(row.steps)}"
+        yield _steps(row.steps)
     deleted = [event.get("step") for event in row.events if event.get("event") == "delete"]
     if deleted:
-        yield f"deleted {len(deleted)} steps: {_runs(deleted)}"
+        yield f"deleted {counted(len(deleted), 'step')}: {_runs(deleted)}"
     for event in row.events:
         if event.get("event") not in ("save", "delete"):
             yield json.dumps(event, sort_keys=True)
+
+
+def _steps(steps: Sequence[Any]) -> str:
+    """`step 5`, `steps 5, 10`."""
+    return f"{'step' if len(steps) == 1 else 'steps'} {_runs(steps)}"
 
 
 def _runs(steps: Sequence[Any]) -> str:
@@ -167,7 +172,8 @@ def inspect(found: Inspection) -> View:
     cells = [([dtype, *(f"{number:,}" for number in numbers)], "") for dtype, *numbers in sums]
     yield from _table(("dtype", ">leaves", ">elements", ">bytes"), cells)
     shown = "" if len(found.leaves) == found.leaf_count else f"{len(found.leaves)} of "
-    yield _text(f"{shown}{found.leaf_count:,} leaves; the step occupies {size(found.size_bytes)}")
+    leaves = counted(found.leaf_count, "leaf", "leaves")
+    yield _text(f"{shown}{leaves}; the step occupies {size(found.size_bytes)}")
     hidden = [leaf.name for leaf in found.leaves if leaf.hidden_from_orbax]
     if hidden:
         yield _text(f"hidden from Orbax: {', '.join(hidden)}")
@@ -219,9 +225,8 @@ def _type(leaf: LeafRow) -> str:
 def _position(state: DataState) -> str:
     if state.next_example is None:
         return json.dumps(state.state)
-    told = (
-        f"next example {state.next_example:,}, in epoch {state.epoch} of {state.records:,} records"
-    )
+    records = counted(state.records or 0, "record")
+    told = f"next example {state.next_example:,}, in epoch {state.epoch} of {records}"
     if state.batch_size:
         told += f", batches of {state.batch_size}"
     if state.skipped:
@@ -240,19 +245,20 @@ def verify(found: Check) -> View:
     for name in found.unfinished:
         yield _text(f"{name}: unfinished; the next attempt publishes or removes it", "yellow")
     if found.unverifiable:
-        steps = _runs(found.unverifiable)
-        yield _text(f"not looked at: steps {steps} of Orbax, which stores no digests", "yellow")
+        steps = _steps(found.unverifiable)
+        yield _text(f"not looked at: {steps} of Orbax, which stores no digests", "yellow")
     broken = sum(not step.intact for step in found.steps)
     depth = "small files and headers" if found.shallow else size(found.bytes_read)
     if not found.shallow and found.seconds > 0:
         depth += f" at {size(round(found.bytes_read / found.seconds))}/s"
-    counted = f"{len(found.steps)} steps, {depth}, {found.seconds:.1f} s"
+    looked_at = f"{counted(len(found.steps), 'step')}, {depth}, {found.seconds:.1f} s"
     if found.intact:
-        yield _text(f"{found.location}: intact ({counted})", "green")
+        yield _text(f"{found.location}: intact ({looked_at})", "green")
     elif not broken:
-        yield _text(f"{found.location}: damaged ({counted})", "bold red")
+        yield _text(f"{found.location}: damaged ({looked_at})", "bold red")
     else:
-        yield _text(f"{found.location}: {broken} steps damaged ({counted})", "bold red")
+        told = f"{counted(broken, 'step')} damaged ({looked_at})"
+        yield _text(f"{found.location}: {told}", "bold red")
 
 
 def rewind_plan(planned: RewindPlan) -> View:
@@ -260,7 +266,8 @@ def rewind_plan(planned: RewindPlan) -> View:
     yield _text(planned.location)
     yield _text(f"go back to     {planned.to}", "bold")
     steps = [str(step.step) for step in planned.left_behind]
-    behind = f"{len(steps)} steps: {_runs(steps)} (they stay on disk)" if steps else "no steps"
+    stays = " (it stays on disk)" if len(steps) == 1 else " (they stay on disk)"
+    behind = f"{counted(len(steps), 'step')}: {_runs(steps)}{stays}" if steps else "no steps"
     yield _text(f"leave behind   {behind}")
     yield _text(f"on a branch    {planned.attempt}, by attempt {planned.attempt}")
     yield _text(f"after          {planned.supersedes or 'steps of Orbax only'}")

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ckpt.wording import counted
 from tools.demo.report import Outcome, Story
 from tools.demo.script import Script
 
@@ -44,8 +45,9 @@ def draw(outcome: Outcome) -> None:
     axes.set_xlim(0, script.steps)
     verdict = "equal to" if outcome.equal else "NOT equal to"
     axes.set_title(
-        f"SIGKILL in the middle of {len(run.kills)} saves, {len(run.rewinds)} rewind past poisoned "
-        f"batches: in the end {verdict} a run that never saw them"
+        f"SIGKILL in the middle of {counted(len(run.kills), 'save')}, "
+        f"{counted(len(run.rewinds), 'rewind')} past poisoned batches: "
+        f"in the end {verdict} a run that never saw them"
     )
     axes.legend(loc="upper right", framealpha=1, edgecolor="none")
     for side in ("top", "right"):

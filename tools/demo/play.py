@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ckpt.errors import CheckpointError, StoreFailed
+from ckpt.wording import counted
 from tools.demo import corpus, picture, report
 from tools.demo.corpus import Format
 from tools.demo.disturbed import Disturbed
@@ -135,8 +135,8 @@ class Stage:
         size = sum(map(len, records)) / 1e6
         self._say(
             f"corpus: {len(records):,} records ({size:.1f} MB) of the standard library's source as "
-            f"{self.format}; the {len(bad)} records that batches {script.poison.start} to "
-            f"{script.poison.stop - 1} will hold are noise now"
+            f"{self.format}; the {counted(len(bad), 'record')} that batches "
+            f"{script.poison.start} to {script.poison.stop - 1} will hold are noise now"
         )
         return pattern, plan.span(0, script.poison.start, script.poison.stop)
 
@@ -196,9 +196,10 @@ class Stage:
                     f"step {event['step']}"
                 )
             elif kind == "failed":
-                self._say(f"{run}: [red]{escape(event['message'])}[/]")
+                # Without its saves the run proves nothing.
+                raise TrainerFailed(f"{run}: a save failed: {event['message']}")
             elif kind == "done":
-                self._say(f"{run}: done, {event['step']} steps")
+                self._say(f"{run}: done, {counted(event['step'], 'step')}")
 
         return watch
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ckpt.wording import counted
 from tools.demo.compare import Compared
 from tools.demo.script import Script
 
@@ -168,7 +169,10 @@ def show(outcome: Outcome, console: Console) -> None:
     for part in outcome.compared:
         if part.differences:
             names = ", ".join(part.differences[:5])
-            console.print(f"{part.part}: {len(part.differences)} differ: {names}", markup=False)
+            console.print(
+                f"{part.part}: {counted(len(part.differences), 'difference')}: {names}",
+                markup=False,
+            )
     if not outcome.picture_problem:
         console.print(f"Picture: {outcome.picture}", soft_wrap=True, highlight=False)
     if outcome.directory is not None:
