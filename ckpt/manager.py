@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
-from ckpt import commit, layout, snapshot, states, tree
+from ckpt import attempts, commit, layout, snapshot, states, tree
 from ckpt.again import Held, Written
 from ckpt.arena import Arena, default_directory, remove_stale
+from ckpt.belongings import Belongings, wait_until_gone
 from ckpt.environment import environment
-from ckpt.errors import CheckpointError, Misuse, Superseded
+from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
 from ckpt.fit import EXACT, Fit
 from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
@@ -107,9 +108,12 @@ class CheckpointManager:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.tier = tier if isinstance(tier, Shared) else Shared(tier)
+        # The writer's thread must not hold the manager, or it would never be collected.
+        self._unheard: list[BaseException] = []
+        """Errors of the background that belong to no Pending."""
         self._store: Store = open_store(self.tier.location)
         self._reader = Reader(self._store)
-        self._keeper = Keeper(self._store, self.tier.keep, self._now_superseded)
+        self._keeper = Keeper(self._store, self.tier.keep, self._unheard.append)
         self._processes: Processes = of_run(self._store.location)
         self._timeout_s = timeout_s
         self._slots = slots
@@ -128,11 +132,12 @@ class CheckpointManager:
         """Newest step saved or restored by this attempt."""
         self._superseded: Superseded | None = None
         """Raised by every later call: there is no way on for this manager."""
-        self._unheard: list[BaseException] = []
-        """Errors of the background that belong to no Pending."""
         self._closed = False
         self._lock = threading.RLock()
         """Held by every call that changes something; never by the writer's thread."""
+        self._belongings = Belongings(self.location, self._processes, self._pending, self._unheard)
+        self._collected = weakref.finalize(self, self._belongings.let_go)
+        self._collected.atexit = False
         # A trainer that ends without close() must not lose its last save.
         atexit.register(_close_quietly, weakref.ref(self))
 
@@ -278,13 +283,21 @@ class CheckpointManager:
         self._last = None
         source = restored.report.source
         if source is not None:
-            saved = self._reader.manifest(source).data if source.attempt else {}
+            saved = self._data_of(source, started.number)
             if wish.load_values:
                 states.note_left_out(saved, wish.data, f"{self.location}: step {source.step}")
             dropped = wish.data is not None and not states.named(wish.data)
             named = () if dropped else tuple(saved)
             self._last = _Last(source, states.take(wish.data), named)
         return restored
+
+    def _data_of(self, step: StepId, owner: int) -> Mapping[str, Json]:
+        """The states of iterators that a step has."""
+        try:
+            return self._reader.manifest(step).data if step.attempt else {}
+        except (NotFound, Damaged):
+            attempts.look(self._store, owner)  # whoever took over may have deleted it
+            raise
 
     def _now_holds(self, number: int) -> None:
         """The attempt before is over, even if nothing comes of this one."""
@@ -476,6 +489,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
+        self._collected.detach()
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -514,7 +528,9 @@ class CheckpointManager:
                 place = default_directory(self.location, self._processes.index)
                 for stale in remove_stale(place.parent):
                     _log.info("freed %d bytes of a dead run at %s", *_freed(stale))
+            wait_until_gone(place)
             self._arena = Arena(place, owner={"run": self.location}, slots=self._slots)
+            self._belongings.arena = self._arena
 
     def _own_writer(self) -> Writer:
         if self._writer is None:
@@ -525,6 +541,7 @@ class CheckpointManager:
                 self._unheard.append,
                 timeout_s=self._timeout_s,
             )
+            self._belongings.writer = self._writer
         return self._writer
 
     def _finish_attempt(self) -> None:
@@ -552,12 +569,12 @@ class CheckpointManager:
         for pending in self._pending:
             if pending._done.is_set() and isinstance(pending._error, Superseded):
                 self._superseded = pending._error
-
-    def _now_superseded(self, error: Superseded) -> None:
-        self._superseded = error
-        self._unheard.append(error)
+        for error in self._unheard:
+            if isinstance(error, Superseded):
+                self._superseded = error
 
     def _must_be_open(self) -> None:
+        self._note_superseded()
         if self._closed:
             raise Misuse(f"{self.location}: the manager is closed")
         if self._superseded is not None:

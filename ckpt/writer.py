@@ -145,7 +145,8 @@ class Writer:
         self._known = commit.Known()
         self._settled: Matter | None = None
         """The save that was committed last."""
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        # A SimpleQueue: `leave` may come in the middle of a `put`, from the garbage collector.
+        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="ckpt-writer", daemon=True)
         self._thread.start()
 
@@ -158,10 +159,23 @@ class Writer:
         self._jobs.put(None)
         self._thread.join()
 
+    def leave(self, last: Callable[[], None]) -> threading.Thread:
+        """As `close`, without waiting: the thread, which calls `last` when it is done."""
+        self._jobs.put(last)
+        return self._thread
+
+    @property
+    def is_alive(self) -> bool:
+        """Is the thread there? It is not after `close`."""
+        return self._thread.is_alive()
+
     def _loop(self) -> None:
         while True:
             job = self._jobs.get()
             if job is None:
+                return
+            if not isinstance(job, Job):
+                job()
                 return
             try:
                 figures = self._write(job)

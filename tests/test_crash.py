@@ -237,7 +237,7 @@ def test_what_must_not_be_deleted_is_not(place: Path) -> None:
             manager.delete(7)
         manager.rewind(2)
         for step in (3, 4):
-            pending = manager.save(step, state_of(200 + step))
+            pending = manager.save(step, state_of(200 + step), data={})
             assert pending is not None
             pending.wait()
             if step == 3:

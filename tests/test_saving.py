@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +19,7 @@ from memory_source import Columns
 
 import ckpt
 from ckpt import layout
+from ckpt.store import FileStore
 from datapipe import Pipeline
 
 
@@ -324,3 +331,65 @@ def test_whatever_comes_before_resume_says_what_is_missing(root: Path) -> None:
             pytest.raises(ckpt.Misuse, match=r"resume\(\) or restore\(\) first"),
         ):
             call(m)
+
+
+# --- managers that nobody closed ---------------------------------------------------------------
+
+
+def test_a_second_manager_of_the_same_process_is_told_so(root: Path) -> None:
+    with manager(root) as first, manager(root) as second:
+        first.resume()
+        with pytest.raises(ckpt.InUse, match=r"in this process: pid .*close\(\) that one first"):
+            second.resume()
+
+
+@pytest.mark.parametrize("saves", [0, 1, 3])
+def test_a_manager_that_is_dropped_finishes_and_lets_go(
+    root: Path, saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = FileStore.write_image
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.1)
+        good(*args)
+
+    monkeypatch.setattr(FileStore, "write_image", slow)
+    dropped = manager(root)
+    dropped.resume()
+    for step in range(1, saves + 1):
+        dropped.save(step, state_of(step))
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None
+    with manager(root) as m:
+        assert m.resume().step == saves
+        assert m.all_steps() == [*range(1, saves + 1)]
+    assert not root.with_name("run-arena").exists()
+
+
+def test_what_a_dropped_manager_could_not_save_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ckpt.StoreFailed("disk on fire")
+
+    monkeypatch.setattr(FileStore, "write_image", fail)
+    manager(root).save(1, state_of(1))
+    gc.collect()
+    with manager(root) as m:
+        assert m.resume().report.fresh
+    assert any("disk on fire" in record.getMessage() for record in caplog.records)
+
+
+def test_a_save_of_a_manager_dropped_before_the_end_of_the_program_is_there(root: Path) -> None:
+    script = f"""
+import numpy as np, ckpt
+def main():
+    m = ckpt.CheckpointManager({str(root)!r}, arena={str(root) + "-arena"!r})
+    m.save(1, {{"x": np.arange(1 << 20)}})
+main()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    np.testing.assert_array_equal(ckpt.restore(root).state["x"], np.arange(1 << 20))
+    assert not root.with_name("run-arena").exists()
