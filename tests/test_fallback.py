@@ -105,11 +105,8 @@ def test_a_flipped_bit_in_any_byte_of_an_attempt_record(run: Path, name: str) ->
         report = ckpt.verify(run, shallow=True)
         assert not report.intact, what
         assert name in str(report.damage[0]), what
-        if "from" in name:
-            # Without it nothing can be said of the lineage: never a wrong step instead.
-            with pytest.raises(Damaged, match=name):
-                ckpt.restore(run)
-        elif at % 16 == 0:
+        # What a decision said is known from the steps of its attempt.
+        if at % 16 == 0:
             assert ckpt.restore(run).step == 4, what
         flip(file, at, mask)
     os.close(file)
