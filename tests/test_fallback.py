@@ -245,6 +245,6 @@ def test_what_only_orbax_needs_stops_no_start(run: Path) -> None:
     with manager_of(run) as manager:
         restored = manager.resume()
         assert (restored.step, restored.report.damage) == (4, read.report.damage)
-    assert ckpt.save(run, state_of(5)) == 5  # which verifies, and does not load
+    assert ckpt.save(run, state_of(5), data={}) == 5  # which verifies, and does not load
     assert Reader(run).all_steps() == [1, 2, 3, 4, 5]
     assert not ckpt.verify(run).intact
