@@ -58,12 +58,25 @@ _PIECE = re.compile(r"\.bytes-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\Z")
 _URL = re.compile(r"(s3|gs)://([^/?#]+)(?:/([^?#]*))?\Z")
 _TRAILER = re.compile(r" \[(?!http_response_code|curl_code)[\w-]+='.*?'\](?= \[|\Z)", re.DOTALL)
 _PASSES = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_UNREACHED = re.compile(r"curl_code='[67]'|[Cc]ould not (resolve|connect)")
+_NO_BUCKET = "there is no such bucket; check its name, or create it"
 _CURES = {
-    "PERMISSION_DENIED": "check the credentials (AWS_ACCESS_KEY_ID and so on) and what they allow",
-    "UNAUTHENTICATED": "check the credentials (AWS_ACCESS_KEY_ID and so on)",
-    "NOT_FOUND": "there is no such bucket; check its name, or create it",
-    "CURL": "check the network and AWS_ENDPOINT_URL",
+    "s3": {
+        "PERMISSION_DENIED": "check the credentials (AWS_ACCESS_KEY_ID and so on) and what they "
+        "allow",
+        "UNAUTHENTICATED": "check the credentials (AWS_ACCESS_KEY_ID and so on)",
+        "NOT_FOUND": _NO_BUCKET,
+        "CURL": "check the network and AWS_ENDPOINT_URL",
+    },
+    "gs": {
+        "PERMISSION_DENIED": "check the credentials (GOOGLE_APPLICATION_CREDENTIALS) and what they "
+        "allow",
+        "UNAUTHENTICATED": "check the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
+        "NOT_FOUND": _NO_BUCKET,
+        "CURL": "check the network and its proxies",
+    },
 }
+"""By the scheme of the location, and by a sign in the text of an error."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +88,18 @@ class Patience:
     longest_pause_s: float = 8.0
     answer_s: float = 60.0
     """How long one answer may take, on top of the time for its bytes."""
+    first_s: float = 10.0
+    """In place of `total_s` for a server that could not be connected to and never was before: its
+    name is wrong, or there is no network."""
 
 
 PATIENCE = Patience()
 
 _told: set[str] = set()
 """Locations of which it is known whether they have a conditional put."""
+
+_reached: set[str] = set()
+"""Servers that have answered this process."""
 
 
 def open_bucket(url: str) -> KvStore:
@@ -140,6 +159,9 @@ class KvStore(SwappingStore):
         self._context = context
         self._opened: ts.KvStore | None = None
         self._bucket_is_there = False
+        scheme = location.partition("://")[0]
+        self._cures = _CURES.get(scheme, _CURES["s3"])
+        self._server = str(spec.get("endpoint") or scheme)
 
     def __repr__(self) -> str:
         return f"KvStore({self.location!r})"
@@ -394,13 +416,19 @@ class KvStore(SwappingStore):
         pause_s, tries = PATIENCE.first_pause_s, 0
         while True:
             try:
-                return act(tries)
+                done = act(tries)
             except (ValueError, TimeoutError) as error:
                 tries += 1
                 spent_s = time.monotonic() - begun
-                if not _passes(error) or (tries >= 3 and spent_s + pause_s > PATIENCE.total_s):
+                limit_s = PATIENCE.total_s
+                if self._server not in _reached and _UNREACHED.search(str(error)):
+                    limit_s = min(limit_s, PATIENCE.first_s)
+                if not _passes(error) or (tries >= 3 and spent_s + pause_s > limit_s):
                     self._fail(key, error, tries, spent_s)
                 _log.info("%s/%s: try %d: %s", self.location, key, tries, _text(error))
+            else:
+                _reached.add(self._server)
+                return done
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(PATIENCE.longest_pause_s, pause_s * 2)
 
@@ -408,7 +436,7 @@ class KvStore(SwappingStore):
         text = _text(error)
         if "OUT_OF_RANGE" in text:
             raise Damaged(f"{self.location}/{key}: shorter than its name says: {text}") from error
-        cure = next((cure for sign, cure in _CURES.items() if sign in text), "")
+        cure = next((cure for sign, cure in self._cures.items() if sign in text), "")
         often = f" (tried {tries} times in {spent_s:.0f} s)" if tries > 1 else ""
         raise StoreFailed(
             f"{self.location}/{key}: {text}{often}{f'; {cure}' if cure else ''}"

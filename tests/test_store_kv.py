@@ -176,6 +176,32 @@ def test_what_fails_is_not_absent(
             acts(open_store("s3://not-there/a"))[act]()
 
 
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
+def test_a_server_that_was_never_reached_is_given_up_soon(
+    endpoint: str, s3: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store_kv.Patience().first_s <= 10
+    assert store_kv.Patience().total_s >= 100
+    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(1e9, 0.01, 0.02, 5.0, first_s=0.1))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreFailed, match="check the network and AWS_ENDPOINT_URL"):
+        open_store("s3://runs/a").read("b")
+
+    # One that has answered before is waited for as long as ever.
+    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(0.5, 0.01, 0.02, 5.0, first_s=0.0))
+    monkeypatch.setattr(store_kv, "_reached", {endpoint})
+    with pytest.raises(StoreFailed) as caught:
+        open_store("s3://runs/a").read("b")
+    assert int(str(caught.value).split("(tried ")[1].split()[0]) > 5
+
+
+def test_cures_are_those_of_the_scheme() -> None:
+    for scheme, cures in store_kv._CURES.items():
+        other = {"s3": "GOOGLE", "gs": "AWS"}[scheme]
+        assert {"PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "CURL"} == cures.keys()
+        assert other not in " ".join(cures.values())
+
+
 def test_an_answer_that_never_comes(
     store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
