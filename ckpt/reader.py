@@ -8,20 +8,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ckpt import attempts, layout, orbax_files, publishing, records, states
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId, choose, counting
+from ckpt.manifest import Manifest, read_manifest
 from ckpt.processes import Matter, here, of_tree
 from ckpt.publishing import read_marker
 from ckpt.retention import Best, best
 from ckpt.roots import must_be_a_root
-from ckpt.steps import Damage, Manifest, OpenStep, open_step, read_manifest
 from ckpt.store import FileStore, Store, open_store
 from ckpt.wording import counted
+
+if TYPE_CHECKING:  # who only lists a run is not to wait for what opens steps
+    from ckpt.steps import Damage, OpenStep
 
 Json = Any
 _ROUNDS = 20
@@ -155,6 +158,8 @@ class Reader:
 
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step (the newest without a number) without reading values."""
+        from ckpt.steps import open_step
+
         return metadata_of(open_step(self.store, self.find(step)))
 
     def find(self, step: int | None = None) -> StepId:
@@ -239,6 +244,8 @@ class Reader:
             with states.kept_on_error(data):
                 place = functools.partial(position, self.store, candidate, data, skips)
                 matter.vote(f"{number}: data", place)
+            from ckpt.steps import Damage
+
             records.told(self.store, listing.records.damage)
             return with_report(
                 restored,
@@ -297,6 +304,7 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
     if step.attempt == 0:
         return _load_orbax(store, Path(store.location) / str(step.step), step, template, begun)
     from ckpt.reading import read_tree
+    from ckpt.steps import open_step
 
     try:
         opened = open_step(store, step)

@@ -284,6 +284,22 @@ def test_a_reader_that_has_seen_enough(original):
     assert (process.returncode, err) == (141, b"")
 
 
+def test_ls_loads_nothing_that_opens_steps(run):
+    code = f"""
+import sys
+from tools import cli
+try:
+    cli.app(["ls", {str(run)!r}])
+except SystemExit as end:
+    assert not end.code
+needless = {{"ckpt.steps", "ckpt.commit", "ckpt.ocdbt", "ckpt.verification", "ckpt.reading"}}
+assert not needless & sys.modules.keys(), needless & sys.modules.keys()
+"""
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path = {sys.path!r}\n{code}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_neither_jax_nor_tensorstore_is_loaded(run):
     code = f"""
 import sys

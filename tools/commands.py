@@ -10,19 +10,20 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt import attempts, layout
 from ckpt.attempts import Listing
 from ckpt.errors import CheckpointError, Damaged, NotFound, Unsupported
 from ckpt.lineage import Remain, Skips, StepId, counts
-from ckpt.steps import Damage, Manifest, read_manifest
+from ckpt.manifest import Manifest, read_manifest
 from ckpt.store import Store
-from ckpt.verification import Progress, Verification
-from ckpt.verification import verify as verify_location
 from tools import foreign
 from tools.places import place_at, run_at
+
+if TYPE_CHECKING:
+    from ckpt.steps import Damage
+    from ckpt.verification import Progress, Verification
 
 Json = Any
 State = Literal["committed", "abandoned", "unfinished", "damaged"]
@@ -32,6 +33,8 @@ ENGINES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "grain", "array-r
 
 def versions() -> dict[str, str | None]:
     """Versions of this package and of what it stands on; None for what is not installed."""
+    from importlib import metadata  # which the others are not to wait for
+
     found: dict[str, str | None] = {}
     for name in ("lastgood", *ENGINES):
         try:
@@ -339,6 +342,8 @@ def verify(location: str, *, shallow: bool = False, progress: Progress | None = 
     Raises:
         NotFound: neither run nor step. Unsupported: one step of Orbax. StoreFailed.
     """
+    from ckpt.verification import verify as verify_location
+
     begun = time.monotonic()
     orbax: list[str] = []
     with contextlib.suppress(Damaged):  # which is for `verify_location` to report
