@@ -46,6 +46,7 @@ class Listing:
     records: Records = field(default_factory=Records)
     """The decisions, and what is wrong with the records of some."""
     branches: tuple[int, ...] = ()
+    """Branches that hold something of ours."""
     makers_of_damaged: tuple[int, ...] = ()
     """The attempts that made the damaged steps, as far as the names in them tell."""
 
@@ -110,6 +111,11 @@ def list_run(store: Store) -> Listing:
     present = [number for number in numbers if number is not None]
     branches = [states.list_branch(number) for number in present]
     steps = [step for branch in branches for step in branch.steps] + _orbax_steps(store, root)
+    ours = [
+        number
+        for number, branch in zip(present, branches, strict=True)
+        if branch.steps or branch.damaged or branch.remains
+    ]
     damaged = tuple(each for branch in branches for each in branch.damaged)
     makers = {number: name for name, _ in damaged for number in _makers(store, name)}
     return Listing(
@@ -118,7 +124,7 @@ def list_run(store: Store) -> Listing:
         damaged,
         tuple(each for branch in branches for each in branch.remains),
         read_records(store, decided, steps, makers),
-        tuple(present),
+        tuple(ours),
         tuple(makers),
     )
 

@@ -167,7 +167,10 @@ def test_a_new_attempt_takes_a_number_that_nothing_carries(root: Path) -> None:
     (root / layout.making_name(1, 7, 11)).mkdir()
     assert attempts.claim(store, "resume") == 12
     (root / "attempts/12.json").unlink()
-    (root / "branch-20").mkdir()
+    (root / "branch-20").mkdir()  # empty: nothing of ours carries the number
+    assert attempts.claim(store, "resume") == 12
+    (root / "attempts/12.json").unlink()
+    (root / "branch-20" / "3").mkdir()
     assert attempts.claim(store, "resume") == 21
     (root / "attempts/21.json").rename(root / "attempts/30.from.json")
     assert attempts.list_claims(store)[-1] == 30
