@@ -435,8 +435,9 @@ class CheckpointManager:
             last.pending._done.wait()
             if last.pending._error is not None:
                 return last.pending
-        with self._matter() as matter:
-            matter.vote("saved again", lambda: self._must_be_saved(last, state))
+        # Each process compares what it wrote. They do not settle it together: after a failure of
+        # one of them, the same call can be the first for one process and the second for another.
+        self._must_be_saved(last, state)
         if last.pending is not None:
             return last.pending
         pending = Pending(step, (TIER,))
