@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckpt.errors import Unsupported as Unsupported
     from ckpt.fit import Fit as Fit
     from ckpt.manager import CheckpointManager as CheckpointManager
-    from ckpt.manager import Shared as Shared
     from ckpt.oneshot import metadata as metadata
     from ckpt.oneshot import open as open
     from ckpt.oneshot import pin as pin
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from ckpt.run import Run as Run
     from ckpt.spike import SpikeGuard as SpikeGuard
     from ckpt.spike import TooManyRewinds as TooManyRewinds
+    from ckpt.tiers import Shared as Shared
     from ckpt.verification import verify as verify
 
 _HOMES = {
@@ -44,12 +44,13 @@ _HOMES = {
         "StoreFailed Superseded Unsupported"
     ),
     "fit": "Fit",
-    "manager": "CheckpointManager Shared",
+    "manager": "CheckpointManager",
     "oneshot": "metadata open pin restore rewind save unpin",
     "reader": "Restored",
     "retention": "Best Keep",
     "run": "Run",
     "spike": "SpikeGuard TooManyRewinds",
+    "tiers": "Shared",
     "verification": "verify",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

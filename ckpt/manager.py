@@ -11,19 +11,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
-from ckpt import attempts, commit, layout, snapshot, states, tree
+from ckpt import attempts, commit, snapshot, states, tree
 from ckpt.again import Held, Written
 from ckpt.arena import Arena, default_directory, remove_stale
 from ckpt.belongings import Belongings, wait_until_gone
-from ckpt.environment import environment
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
 from ckpt.fit import EXACT, Fit
 from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
+from ckpt.meta import Notes, meta_of
 from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
 from ckpt.reader import (
     MISSING,
@@ -31,29 +31,16 @@ from ckpt.reader import (
     Restored,
     check_step_number,
 )
-from ckpt.retention import Best, Keep
-from ckpt.start import Start, Started, Wish
+from ckpt.retention import Best
+from ckpt.start import Start, Started, Wish, batches_of
 from ckpt.store import Store, open_store
+from ckpt.tiers import Shared
 from ckpt.writer import TIER, Job, Pending, Writer, matter_of
 
 Json = Any
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A tier that holds steps, reachable by all processes."""
-
-    location: str | os.PathLike[str]
-    every: int = 1
-    """Save the steps that are multiples of this."""
-    keep: Keep = field(default_factory=Keep)
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise Misuse(f"Shared(every={self.every}): wanted at least 1")
 
 
 def _one_at_a_time(
@@ -257,7 +244,7 @@ class CheckpointManager:
             Misuse: both ranges are given, a batch that `to` has learnt from, or `data` cannot skip.
         """
         check_step_number(to)
-        batches = _batches(skip_steps, skip_batches, to)
+        batches = batches_of(skip_steps, skip_batches, to)
         return self._start(
             Wish(
                 "rewind",
@@ -356,7 +343,7 @@ class CheckpointManager:
             self._begin()
             again = self._last is not None and step <= self._last.id.step
             if not again:
-                pending = self._save(step, state, data, metrics, extra, guard)
+                pending = self._save(step, state, data, Notes(metrics, extra, guard))
         if again:
             # Peers are not told: they may be in the middle of the save of this very step.
             pending = self._saved_already(step, state)
@@ -368,9 +355,7 @@ class CheckpointManager:
         step: int,
         state: Any,
         data: Any,
-        metrics: Mapping[str, Any] | None,
-        extra: Json,
-        guard: Json,
+        notes: Notes,
     ) -> Pending:
         begun = time.monotonic()
         attempt = self._begin()
@@ -382,25 +367,7 @@ class CheckpointManager:
         known = None if self._plan is None else self._plan.outline
         flat = tree.flatten(state, known=known)
         step_id = StepId(step, attempt.decision.branch, attempt.number)
-        record = {
-            "parent": layout.emit_step_id(attempt.decision.parent),
-            "decision": layout.decision_members(attempt.decision),
-            "device": _device(),
-            "metrics": _metrics(metrics),
-            "extra": states.as_json(extra, "extra"),
-            "guard": states.as_json(guard, "guard"),
-            "environment": environment(),
-        }
-        meta = {
-            "step": step,
-            "attempt": attempt.number,
-            "branch": step_id.branch,
-            "process": self._processes.index,
-            "processes": self._processes.count,
-            "time_ns": time.time_ns(),
-            "data": taken,
-            **({"record": record} if self._processes.index == 0 else {}),
-        }
+        meta = meta_of(step_id, attempt.decision, taken, notes, self._processes)
         assert self._arena is not None
         taken_snapshot = snapshot.take(flat, self._arena, meta, previous=self._plan)
         self._plan = taken_snapshot.plan
@@ -594,38 +561,3 @@ def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
 
 def _freed(stale: Any) -> tuple[int, Path]:
     return stale.size_bytes, stale.directory
-
-
-def _batches(skip_steps: range | None, skip_batches: range | None, to: int) -> range | None:
-    """Batches to skip, counted from 0. Step s used batch s - 1."""
-    if skip_steps is not None and skip_batches is not None:
-        raise Misuse("rewind: give skip_steps or skip_batches, not both")
-    for name, given in (("skip_steps", skip_steps), ("skip_batches", skip_batches)):
-        if given is not None and (not isinstance(given, range) or given.step != 1):
-            raise Misuse(f"rewind: {name}: wanted a range such as range(1700, 1721), got {given!r}")
-    if skip_steps is not None:
-        if len(skip_steps) and skip_steps.start < 1:
-            raise Misuse(f"rewind: skip_steps: steps count from 1, found {skip_steps}")
-        skip_batches = range(skip_steps.start - 1, skip_steps.stop - 1)
-    if skip_batches and skip_batches.start < to:
-        raise Misuse(
-            f"rewind: step {to} has learnt from batch {skip_batches.start} already (step s used "
-            f"batch s - 1): skip nothing before step {to + 1}, or go back to step "
-            f"{skip_batches.start} or earlier"
-        )
-    return skip_batches
-
-
-def _device() -> str:
-    import jax
-
-    return str(jax.local_devices()[0])
-
-
-def _metrics(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-    if metrics is None:
-        return None
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise Misuse(f"metrics: wanted numbers by name: {error}") from error

@@ -383,3 +383,27 @@ def _must_not_be_lost(store: Store, listing: Listing) -> None:
             f"{store.location}: attempt {head.attempt} went on from {head.parent}, and that step "
             "is gone, with all others of the lineage; put the directories of the branches back"
         )
+
+
+def batches_of(skip_steps: range | None, skip_batches: range | None, to: int) -> range | None:
+    """Batches that a rewind to step `to` is to skip, counted from 0. Step s used batch s - 1.
+
+    Raises:
+        Misuse: both ranges are given, one is no plain range, or `to` has learnt from one of them.
+    """
+    if skip_steps is not None and skip_batches is not None:
+        raise Misuse("rewind: give skip_steps or skip_batches, not both")
+    for name, given in (("skip_steps", skip_steps), ("skip_batches", skip_batches)):
+        if given is not None and (not isinstance(given, range) or given.step != 1):
+            raise Misuse(f"rewind: {name}: wanted a range such as range(1700, 1721), got {given!r}")
+    if skip_steps is not None:
+        if len(skip_steps) and skip_steps.start < 1:
+            raise Misuse(f"rewind: skip_steps: steps count from 1, found {skip_steps}")
+        skip_batches = range(skip_steps.start - 1, skip_steps.stop - 1)
+    if skip_batches and skip_batches.start < to:
+        raise Misuse(
+            f"rewind: step {to} has learnt from batch {skip_batches.start} already (step s used "
+            f"batch s - 1): skip nothing before step {to + 1}, or go back to step "
+            f"{skip_batches.start} or earlier"
+        )
+    return skip_batches

@@ -16,10 +16,11 @@ from faulty_store import Died, Fault, FaultyStore
 from rows import Rows
 
 import ckpt
-from ckpt.manager import CheckpointManager, Shared
+from ckpt.manager import CheckpointManager
 from ckpt.reader import Restored
 from ckpt.retention import Best, Keep
 from ckpt.store import FileStore
+from ckpt.tiers import Shared
 
 FOREIGN = {
     "notes.txt": b"mine",

@@ -18,10 +18,11 @@ import tensorstore as ts
 from ckpt import grid, image
 from ckpt.errors import Damaged
 from ckpt.lineage import StepId
-from ckpt.manager import CheckpointManager, Shared
+from ckpt.manager import CheckpointManager
 from ckpt.reader import Reader
 from ckpt.retention import Keep
 from ckpt.store import FileStore
+from ckpt.tiers import Shared
 from ckpt.verification import verify_step
 
 with warnings.catch_warnings():

@@ -20,8 +20,9 @@ import xxhash
 from rows import Rows
 
 import ckpt.reading
-from ckpt.manager import CheckpointManager, Shared
+from ckpt.manager import CheckpointManager
 from ckpt.retention import Keep
+from ckpt.tiers import Shared
 
 WORDS = 1 << 18
 """Of eight bytes, in the large leaf: an image takes some milliseconds to write."""

@@ -17,9 +17,10 @@ import pytest
 import ckpt
 from ckpt import image
 from ckpt.errors import CheckpointError, Damaged, NotFound
-from ckpt.manager import CheckpointManager, Shared
+from ckpt.manager import CheckpointManager
 from ckpt.reader import Reader
 from ckpt.retention import Keep
+from ckpt.tiers import Shared
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Orbax and what it imports

@@ -19,10 +19,11 @@ import pytest
 from memory_source import Records
 
 from ckpt.errors import Misuse, NotFound
-from ckpt.manager import CheckpointManager, Shared
+from ckpt.manager import CheckpointManager
 from ckpt.retention import Keep
 from ckpt.run import Run
 from ckpt.spike import GuardState, SpikeGuard, TooManyRewinds
+from ckpt.tiers import Shared
 from datapipe import Pipeline
 
 GUARD = SpikeGuard(
