@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 from cli_runs import BATCH, answer, ckpt_command, iterator, refusal, state, training
+from memory_source import Columns
 
 import ckpt
 from ckpt import attempts
 from ckpt.store import FileStore
+from datapipe import Pipeline
+from tools import rewinding
 
 ROOT = Path(__file__).parent.parent
 
@@ -260,3 +263,24 @@ def test_at_a_terminal_it_asks(run):
     code, shown = at_a_terminal(arguments, b"y\n")
     assert code == 0, shown
     assert attempts.list_run(FileStore(run)).head.reason == "x"
+
+
+def test_across_a_fork_the_command_and_the_manager_skip_the_same(tmp_path):
+    """On either side of a fork other examples had been left out when the batches were counted."""
+    root = tmp_path / "run"
+    pipeline = Pipeline(Columns(97), batch_size=4, seed=3)
+    manager = ckpt.CheckpointManager(root, arena=tmp_path / "arena")
+    with manager, pipeline.iterator() as data:
+        manager.resume(data=data)
+        for step in range(1, 5):
+            next(data)
+            manager.save(step, {"step": step}, data=data)
+        manager.rewind(2, skip_steps=range(4, 5), data=data)
+        for step in range(3, 6):
+            next(data)
+            manager.save(step, {"step": step}, data=data).wait()
+        planned = rewinding.plan(str(root), 1, reason="twice", skip_steps=range(2, 6))
+        manager.rewind(1, skip_steps=range(2, 6), data=data)
+        assert data.get_state()["skips"] == [[4, 24]]
+    assert planned.skips == {"data": [(4, 24)]}
+    assert planned.new_skips == {"data": [(4, 12), (16, 24)]}

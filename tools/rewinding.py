@@ -7,14 +7,23 @@ they are computed from the manifest of a step before them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ckpt
 from ckpt import attempts
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
-from ckpt.lineage import Decision, Skips, StepId, join_skips, next_number, owner, reach_of
+from ckpt.lineage import (
+    Decision,
+    Skips,
+    StepId,
+    join_skips,
+    next_number,
+    owner,
+    reach_of,
+    served,
+)
 from ckpt.reader import Reader
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
@@ -101,18 +110,24 @@ def plan(
     batches = _batches(skip_steps, skip_batches, to)
     if batches is None:
         return found
-    base, manifest = _base(store, listing, batches)
-    seen = _seen_by(listing, base, manifest, batches, seen_by)
-    new = examples(manifest, batches, seen.skips if seen is not None else {}, store.location)
-    return RewindPlan(
-        **{
-            **vars(found),
-            "batches": (batches.start, batches.stop),
-            "counted_from": base,
-            "as_seen_by": seen.attempt if seen is not None else base.attempt,
-            "new_skips": new,
-            "skips": join_skips(found.skips, new),
-        }
+    new: Skips = {}
+    # What was left out changes where an attempt took over: each counted its own share.
+    shares = [batches] if seen_by is not None else [s for _, s in served(listing.lineage, batches)]
+    for share in shares:
+        base, manifest = _base(store, listing, share)
+        seen = _seen_by(listing, base, manifest, share, seen_by)
+        in_force = seen.skips if seen is not None else {}
+        new = join_skips(new, examples(manifest, share, in_force, store.location))
+        found = replace(
+            found,
+            counted_from=found.counted_from or base,
+            as_seen_by=seen.attempt if seen is not None else base.attempt,
+        )
+    return replace(
+        found,
+        batches=(batches.start, batches.stop),
+        new_skips=new,
+        skips=join_skips(found.skips, new),
     )
 
 
