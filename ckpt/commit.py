@@ -16,7 +16,7 @@ import xxhash
 
 from ckpt import attempts, layout, lineage, ocdbt, orbax_json, pieces, publishing
 from ckpt.btree import renewed
-from ckpt.errors import AlreadyExists, CheckpointError, Damaged, NotFound, StoreFailed, Superseded
+from ckpt.errors import AlreadyExists, Damaged, NotFound, StoreFailed, Superseded
 from ckpt.image import ArraySpec, Header, decode
 from ckpt.layout import Part
 from ckpt.leaves import EmptySpec, LeafSpec, each_from_json
@@ -321,11 +321,7 @@ def _data(headers: Sequence[Header]) -> dict[str, Json]:
 def write_image(store: Store, prefix: str, header: Header, data: memoryview) -> None:
     """Write the image of `header` under `prefix`, cut as the store wants it; durable."""
     key = f"{prefix}/{layout.image_name(header.meta['attempt'], header.meta['process'])}"
-    borders = pieces.cuts(header, store.cut_bytes)
-    if borders:
-        store.write_image(key, data, borders)
-    else:
-        store.write_image(key, data)
+    store.write_image(key, data, pieces.cuts(header, store.cut_bytes))
 
 
 def finish(
@@ -465,8 +461,3 @@ def read_headers(store: Store, prefix: str, attempt: int) -> list[Header]:
     first = read_part(store, prefix, attempt, 0)
     parts = [first, *(read_part(store, prefix, attempt, i) for i in range(1, first.processes))]
     return [read_header(store, prefix, part) for part in parts]
-
-
-def describe(error: CheckpointError) -> str:
-    """Type and text of an error, for reports."""
-    return f"{type(error).__name__}: {error}"

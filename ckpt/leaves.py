@@ -181,10 +181,15 @@ def specs_from_json(value: Any) -> tuple[LeafSpec, ...]:
     if not isinstance(value, list):
         raise Damaged(f"tree record: wanted a list of leaves, found {str(value)[:200]}")
     specs = tuple(each_from_json(value))
+    must_be_distinct(specs)
+    return specs
+
+
+def must_be_distinct(specs: Sequence[LeafSpec]) -> None:
+    """Raises Damaged when two leaves of a record have one name or param."""
     for field in ("name", "param"):
         if len({getattr(spec, field) for spec in specs}) != len(specs):
             raise Damaged(f"tree record: two leaves have one {field}")
-    return specs
 
 
 def storage_view(array: np.ndarray, spec: LeafSpec) -> np.ndarray:

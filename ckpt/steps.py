@@ -9,7 +9,7 @@ from ckpt import collector, commit, layout
 from ckpt.errors import Damaged, NotFound
 from ckpt.image import Header
 from ckpt.layout import Part
-from ckpt.leaves import LeafSpec, each_from_json
+from ckpt.leaves import LeafSpec, each_from_json, must_be_distinct
 from ckpt.lineage import StepId
 from ckpt.manifest import ImageRef, Manifest, as_list, check_ours, read_manifest
 from ckpt.store import Store
@@ -107,10 +107,14 @@ def _open_step(store: Store, step: StepId) -> OpenStep:
             + "".join(f"\n  {each}" for each in fatal)
         )
     where = f"{store.location}/{needed}"
-    tree = layout.unseal(store.read(needed), where)
+    data = store.read(needed)
+    if layout.digest(data) != manifest.files[layout.TREE][1]:
+        raise Damaged(f"{where}: changed while it was read")
+    tree = layout.unseal(data, where)
     entries = [entry if isinstance(entry, dict) else {} for entry in as_list(tree, "leaves", where)]
     plain = ({k: v for k, v in entry.items() if k != "digest"} for entry in entries)
     leaves = tuple(each_from_json(plain))
+    must_be_distinct(leaves)
     digests = {
         leaf.name: str(entry["digest"])
         for leaf, entry in zip(leaves, entries, strict=True)
