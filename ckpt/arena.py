@@ -7,9 +7,9 @@
         slot-<k>        one image each: preallocated, mapped, prefaulted, reused for ever
 
 What protects a snapshot is the slot file, not a process: after a crash a later owner can find it by
-`valid_images` (no manager adopts it yet: it goes on from the newest step). The kernel drops the lock when its owner dies, so stale means that the lock can be
-had; no process ids are compared. `multiprocessing.shared_memory` is not used because its blocks
-vanish with their creator.
+`valid_images` (no manager adopts it yet: it goes on from the newest step). The kernel drops the
+lock when its owner dies, so stale means that the lock can be had; no process ids are compared.
+`multiprocessing.shared_memory` is not used because its blocks vanish with their creator.
 """
 
 from __future__ import annotations

@@ -286,10 +286,10 @@ def broken_disk(monkeypatch: pytest.MonkeyPatch):
     faults = []
     good = FileStore.write_image
 
-    def write(self, key, data):
+    def write(self, key, data, cuts=()):
         if faults:
             raise ckpt.StoreFailed(faults[0])
-        good(self, key, data)
+        good(self, key, data, cuts)
 
     monkeypatch.setattr(FileStore, "write_image", write)
     return faults
