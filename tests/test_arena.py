@@ -250,9 +250,9 @@ from ckpt.arena import Arena
 arena = Arena(sys.argv[1], owner={"run": "forks"})
 pid = os.fork()
 if pid == 0:
+    print(os.getpid(), flush=True)  # by now it has let go of what it inherited
     time.sleep(60)
     os._exit(0)
-print(pid, flush=True)
 sys.stdin.readline()
 """
     parent = child(code, tmp_path / "arena")
