@@ -321,7 +321,11 @@ def _data(headers: Sequence[Header]) -> dict[str, Json]:
 def write_image(store: Store, prefix: str, header: Header, data: memoryview) -> None:
     """Write the image of `header` under `prefix`, cut as the store wants it; durable."""
     key = f"{prefix}/{layout.image_name(header.meta['attempt'], header.meta['process'])}"
-    store.write_image(key, data, pieces.cuts(header, store.cut_bytes))
+    borders = pieces.cuts(header, store.cut_bytes)
+    if borders:
+        store.write_image(key, data, borders)
+    else:
+        store.write_image(key, data)
 
 
 def finish(
