@@ -161,11 +161,6 @@ class Plan:
     # -- the whole plan ------------------------------------------------------------------------
 
     @property
-    def example_count(self) -> int | None:
-        """Examples in all epochs, skipped ones included; None: without end."""
-        return None if self.epochs is None else self.epochs * self.record_count
-
-    @property
     def batch_count(self) -> int | None:
         """Batches from example 0 to the end; None: without end."""
         return self.batches_left(0)

@@ -13,13 +13,21 @@ import numpy as np
 from array_record.python import array_record_module
 
 from formats.errors import BadRecord, Damaged, Mismatch, Misuse, StoreFailed, Unsupported
-from formats.files import File, Pattern, digests, naming, open_binary, replacing
+from formats.files import (
+    THREADS,
+    File,
+    Pattern,
+    all_digests,
+    in_fingerprint,
+    naming,
+    open_binary,
+    replacing,
+)
 from formats.source import Handles, Source, Spec, as_rows, grouped, sealed
 
 # Without a thread pool of its own the reader is safe after a fork, and no slower for random reads.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 _FOOTER_BLOCK_BYTES = 64 * 1024
-_THREADS = 16
 
 
 @final
@@ -41,7 +49,7 @@ class ArrayRecordSource(Source):
                 " mount the bucket or copy the files"
             )
         self._files = tuple(files)
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(_count, self._files))
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self._digests: list[tuple[str, str]] | None = None
@@ -71,19 +79,8 @@ class ArrayRecordSource(Source):
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
         if self._digests is None:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                self._digests = list(pool.map(digests, self._files))
-        counts = np.diff(self._starts).tolist()
-        files = [
-            {
-                "name": file.name,
-                "bytes": file.size_bytes,
-                "records": count,
-                "tail": tail,
-                "sample": sample,
-            }
-            for file, count, (tail, sample) in zip(self._files, counts, self._digests, strict=True)
-        ]
+            self._digests = all_digests(self._files)
+        files = in_fingerprint(self._files, np.diff(self._starts).tolist(), self._digests)
         return sealed(
             {"format": "array_record", "records": len(self), "columns": [], "files": files}
         )

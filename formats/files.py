@@ -13,6 +13,7 @@ import posixpath
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -23,6 +24,8 @@ from formats.errors import DataError, Mismatch, Misuse, NotFound, StoreFailed, U
 
 Pattern: TypeAlias = "str | os.PathLike[str]"
 
+THREADS = 16
+"""Files opened at a time: waiting for storage, not computing."""
 _TAIL_BYTES = 128 * 1024
 _SAMPLE_BYTES = 4096
 _SAMPLES = 16
@@ -108,6 +111,28 @@ def digests(file: File) -> tuple[str, str]:
             stream.seek(room * number // (_SAMPLES - 1))
             sample.update(stream.read(_SAMPLE_BYTES))
     return tail, sample.hexdigest()
+
+
+def all_digests(files: Sequence[File]) -> list[tuple[str, str]]:
+    """`digests` of every file, several at a time. Raises as `digests`."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(digests, files))
+
+
+def in_fingerprint(
+    files: Sequence[File], counts: Sequence[int], found: Sequence[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """What a fingerprint says of each file: `counts` are records, `found` its `digests`."""
+    return [
+        {
+            "name": file.name,
+            "bytes": file.size_bytes,
+            "records": count,
+            "tail": tail,
+            "sample": sample,
+        }
+        for file, count, (tail, sample) in zip(files, counts, found, strict=True)
+    ]
 
 
 @contextlib.contextmanager

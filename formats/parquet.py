@@ -25,10 +25,18 @@ from formats.columns import (
     plain_type,
 )
 from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse, StoreFailed, Unsupported
-from formats.files import File, Pattern, digests, naming, open_binary, replacing
+from formats.files import (
+    THREADS,
+    File,
+    Pattern,
+    all_digests,
+    in_fingerprint,
+    naming,
+    open_binary,
+    replacing,
+)
 from formats.source import Column, Handles, Source, Spec, as_rows, grouped, sealed
 
-_THREADS = 16
 _OPEN_FILES = 128
 _CACHE_BYTES = 256 * 1024 * 1024
 
@@ -75,7 +83,7 @@ class ParquetSource(Source):
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
         self._files = tuple(files)
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             footers = list(pool.map(_footer, self._files))
         types = _types(self._files[0], footers[0], columns)
         _check_same(self._files, footers, types, columns)
@@ -130,19 +138,8 @@ class ParquetSource(Source):
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
         if self._digests is None:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                self._digests = list(pool.map(digests, self._files))
-        counts = np.diff(self._file_starts).tolist()
-        files = [
-            {
-                "name": file.name,
-                "bytes": file.size_bytes,
-                "records": count,
-                "tail": tail,
-                "sample": sample,
-            }
-            for file, count, (tail, sample) in zip(self._files, counts, self._digests, strict=True)
-        ]
+            self._digests = all_digests(self._files)
+        files = in_fingerprint(self._files, np.diff(self._file_starts).tolist(), self._digests)
         fill = {name: str(value) for name, value in self._fill.items()}
         return sealed(
             {
