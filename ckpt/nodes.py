@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -44,8 +45,8 @@ class Node(NamedTuple):  # there is one per node, and a tuple is made in a third
     """Other children to a node like this one."""
     orbax_type: str
     """Orbax's name for such a node if it has no children."""
-    visible: bool = True
-    """Whether Orbax, too, has names for the children."""
+    hidden: frozenset[int] = frozenset()
+    """Numbers of the children that Orbax has no names for, or takes for another one of them."""
 
 
 def split(value: Any, name: str) -> Node | None:
@@ -98,24 +99,26 @@ def _split_dict(value: dict[Any, Any], name: str) -> Node:
     def rebuild(new: list[Any]) -> Any:
         return dict(zip(keys, new, strict=True))
 
-    segments, texts, record = _mapping(keys)
-    return Node(segments, texts, children, record, rebuild, "Dict")
-
-
-def _mapping(keys: list[Any]) -> tuple[list[str], list[tuple[str, int]], Callable[..., Any]]:
     if set(map(type, keys)) <= {str} and all(map(plain.is_utf8, keys)):
-        return (
+        return Node(
             [escape(key) for key in keys],
             [(key, _NAME) for key in keys],
+            children,
             lambda records: {"dict": dict(zip(keys, records, strict=True))},
+            rebuild,
+            "Dict",
         )
-    segments, texts = _segments(keys)
-    return segments, texts, lambda records: _items("dict_items", keys, segments, records)
+    segments, texts, hidden = _segments(keys)
+
+    def record(records: list[Any]) -> Any:
+        return _items("dict_items", keys, segments, records)
+
+    return Node(segments, texts, children, record, rebuild, "Dict", hidden)
 
 
 def _split_ordered(value: OrderedDict[Any, Any]) -> Node:
     keys = list(value)
-    segments, texts = _segments(keys)
+    segments, texts, hidden = _segments(keys)
 
     def rebuild(new: list[Any]) -> Any:
         return OrderedDict(zip(keys, new, strict=True))
@@ -123,12 +126,13 @@ def _split_ordered(value: OrderedDict[Any, Any]) -> Node:
     def record(records: list[Any]) -> Any:
         return _items("ordered_dict", keys, segments, records)
 
-    return Node(segments, texts, list(value.values()), record, rebuild, "Dict")
+    return Node(segments, texts, list(value.values()), record, rebuild, "Dict", hidden)
 
 
 def _split_defaultdict(value: defaultdict[Any, Any], name: str) -> Node:
     keys = _sorted(value, name)
-    segments, texts = _segments(keys)
+    children = [value[key] for key in keys]
+    segments, texts, hidden = _segments(keys)
     factory = value.default_factory
 
     def record(records: list[Any]) -> Any:
@@ -140,7 +144,7 @@ def _split_defaultdict(value: defaultdict[Any, Any], name: str) -> Node:
     def rebuild(new: list[Any]) -> Any:
         return defaultdict(factory, zip(keys, new, strict=True))
 
-    return Node(segments, texts, [value[key] for key in keys], record, rebuild, "Dict")
+    return Node(segments, texts, children, record, rebuild, "Dict", hidden)
 
 
 def _split_sequence(value: Sequence[Any], kind: type) -> Node:
@@ -174,8 +178,12 @@ def _split_registered(value: Any) -> Node:
     pairs, static = jax.tree_util.flatten_one_level_with_keys(value)
     pairs = list(pairs)
     texts = [entry_text(entry) for entry, _ in pairs]
-    kinds = [_KEY_TYPES.get(type(entry), 0) for entry, _ in pairs]
-    keys = [(_utf8(name), key_type or _NAME) for name, key_type in zip(texts, kinds, strict=True)]
+    kinds = {_KEY_TYPES.get(type(entry), 0) for entry, _ in pairs}
+    # Orbax makes a dict or a list of them; a list, only if no place in it is left out.
+    is_list = kinds == {_SEQUENCE} and set(texts) == {str(i) for i in range(len(pairs))}
+    keys, hidden = _orbax_keys(texts, _SEQUENCE if is_list else _NAME)
+    if 0 in kinds:
+        hidden = frozenset(range(len(pairs)))
     segments = distinct(texts)
 
     def record(records: list[Any]) -> Any:
@@ -199,7 +207,7 @@ def _split_registered(value: Any) -> Node:
         treedef = jax.tree.structure(value, is_leaf=lambda item: item is not value)
         return jax.tree.unflatten(treedef, new)
 
-    return Node(segments, keys, [child for _, child in pairs], record, rebuild, "None", all(kinds))
+    return Node(segments, keys, [child for _, child in pairs], record, rebuild, "None", hidden)
 
 
 def _static_fields(value: Any, names: list[str], static: Any) -> dict[str, Any] | None:
@@ -230,8 +238,8 @@ def _sorted(value: dict[Any, Any], name: str) -> list[Any]:
         ) from error
 
 
-def _segments(keys: list[Any]) -> tuple[list[str], list[tuple[str, int]]]:
-    """Parts of leaf names and Orbax's keys for the keys of a dict."""
+def _segments(keys: list[Any]) -> tuple[list[str], list[tuple[str, int]], frozenset[int]]:
+    """Parts of leaf names for the keys of a dict; Orbax's keys, and which of them it lacks."""
     several = len({type(key) for key in keys}) > 1
     segments = [
         f"~{type(key).__name__}:{escape(text(key))}"
@@ -239,7 +247,30 @@ def _segments(keys: list[Any]) -> tuple[list[str], list[tuple[str, int]]]:
         else escape(text(key))
         for key in keys
     ]
-    return distinct(segments, escaped=True), [(_utf8(text(key)), _NAME) for key in keys]
+    return distinct(segments, escaped=True), *_orbax_keys([text(key) for key in keys], _NAME)
+
+
+def _orbax_keys(
+    texts: Sequence[str], key_type: int
+) -> tuple[list[tuple[str, int]], frozenset[int]]:
+    """Orbax's keys, distinct, and which of the children it takes for another one.
+
+    Of children whose keys have one text, such as 1 and "1", the first keeps it. What is below the
+    others must not get into the dict of the first, so they stand beside it, without values.
+    """
+    names = [_utf8(each) for each in texts]
+    taken = set(names)
+    if len(taken) == len(names):
+        return [(name, key_type) for name in names], frozenset()
+    keys: dict[str, int] = {}
+    hidden = []
+    for i, name in enumerate(names):
+        if name in keys:
+            hidden.append(i)
+            name = next(n for k in itertools.count(i) if (n := f"{name}~{k}") not in taken)
+            taken.add(name)
+        keys[name] = key_type
+    return list(keys.items()), frozenset(hidden)
 
 
 def distinct(texts: Iterable[str], *, escaped: bool = False) -> list[str]:

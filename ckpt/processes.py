@@ -357,7 +357,13 @@ def of_tree(location: str, tree: Any) -> Processes:
     jax = sys.modules.get("jax")
     if jax is None:
         return Alone()
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    try:
+        leaves = jax.tree.leaves(tree)
+    except (TypeError, ValueError, RecursionError, SystemError):  # keys of several types, or worse
+        from ckpt.tree import flatten
+
+        leaves = flatten(tree, abstract=True).values
+    shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
     together = any(each is not None and not each.is_fully_addressable for each in shardings)
     return of_run(location) if together else Alone()
 

@@ -121,7 +121,7 @@ def _read(step: OpenStep, wants: Sequence[_Want]) -> tuple[list[Any], Report]:
     for i, value in zip(late, placed, strict=True):
         values[i] = value
     for i, want in enumerate(wants):
-        if want.target.weak_type:
+        if want.on_device and want.target.weak_type:
             values[i] = _weak(values[i])
     return values, report
 
@@ -154,7 +154,9 @@ def _weak(array: jax.Array) -> jax.Array:
     """The same array, weakly typed again; JAX has no public call for arrays."""
     from jax._src.lax import lax
 
-    return lax._convert_element_type(array, array.dtype, weak_type=True)
+    weak = lax._convert_element_type(array, array.dtype, weak_type=True)
+    # It has moved to the default memory of its devices.
+    return weak if weak.sharding == array.sharding else jax.device_put(weak, array.sharding)
 
 
 @contextlib.contextmanager

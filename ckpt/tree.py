@@ -6,6 +6,7 @@ are no text carry their type (`~int:1`). A tree that is one leaf calls it `~`.
 
 Orbax joins keys by `.` instead, so that `{"a.b": x, "a": {"b": y}}` has one name for two leaves.
 The first leaf of such a name keeps it; the others get a `param` of their own and `orbax=False`.
+So do the leaves below a key that Orbax takes for another one of the same node, such as "1" for 1.
 
 The order of leaves is JAX's. The structure record is a JSON value: `structure` describes it.
 """
@@ -215,7 +216,7 @@ class _Walk:
             return len(self.values) - 1
         if not parts.children:
             self.empties.append(EmptySpec(keys, parts.orbax_type, len(self.values)))
-        visible = visible and parts.visible
+        hidden = parts.hidden
         records = [
             self.visit(
                 child,
@@ -223,9 +224,11 @@ class _Walk:
                 f"{param}.{key[0]}" if keys else key[0],
                 (*keys, key),
                 depth + 1,
-                visible=visible,
+                visible=visible and i not in hidden,
             )
-            for segment, key, child in zip(parts.segments, parts.keys, parts.children, strict=True)
+            for i, (segment, key, child) in enumerate(
+                zip(parts.segments, parts.keys, parts.children, strict=True)
+            )
         ]
         return parts.record(records)
 

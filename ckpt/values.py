@@ -188,7 +188,7 @@ def _describe_python(value: Any, place: Place) -> LeafSpec:
         storage_dtype=SCALARS[kind] if array else None,
         storage_shape=() if array else None,
         inline=None if array else plain.encode(value),
-        orbax=place.orbax and (array or (kind == "str" and plain.is_utf8(value))),
+        orbax=place.orbax and (array or (kind == "str" and _is_text(value, place.param))),
     )
 
 
@@ -211,6 +211,11 @@ def _layout(dtype: np.dtype[Any]) -> tuple[str, str | None, bool] | None:
     if name is None:
         return None
     return name, dtypes.storage_name(name), not dtypes.is_reinterpreted(name)
+
+
+def _is_text(value: str, param: str) -> bool:
+    """Whether Orbax finds a string: it looks for it by JSON pointer, where two signs mean more."""
+    return plain.is_utf8(value) and not {"/", "~"} & set(param)
 
 
 def _is_readable(shape: tuple[int, ...]) -> bool:
