@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt.errors import Superseded as Superseded
     from ckpt.errors import Unsupported as Unsupported
     from ckpt.fit import Fit as Fit
+    from ckpt.loading import Loading as Loading
     from ckpt.manager import CheckpointManager as CheckpointManager
     from ckpt.oneshot import metadata as metadata
     from ckpt.oneshot import open as open
@@ -44,6 +45,7 @@ _HOMES = {
         "StoreFailed Superseded Unsupported"
     ),
     "fit": "Fit",
+    "loading": "Loading",
     "manager": "CheckpointManager",
     "oneshot": "metadata open pin restore rewind save unpin",
     "reader": "Restored",

@@ -6,13 +6,13 @@ only leaves whose chunks were cut otherwise, as under another sharding, are read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt import leaves, snapshot, tree
 from ckpt.arena import Arena
-from ckpt.errors import AlreadyExists
+from ckpt.errors import AlreadyExists, Misuse
 from ckpt.fit import EXACT, Fit
 from ckpt.image import ArraySpec, Header
 from ckpt.leaves import LeafSpec
@@ -21,6 +21,7 @@ from ckpt.reader import Template, load
 from ckpt.steps import open_step
 from ckpt.store import Store
 from ckpt.tree import Flat
+from ckpt.writer import TIER, Pending
 
 Json = Any
 _NAMED = 20
@@ -36,6 +37,55 @@ class Held:
     """Of the images: of all processes, or of this one."""
     structure: Json = None
     """The structure record; None: the template of a restore has decided it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Newest:
+    """The newest step that an attempt has saved or restored."""
+
+    id: StepId
+    data: dict[str, Json]
+    """States of the iterators that were given."""
+    named: Collection[str]
+    """The iterators whose states the next step is to have, too."""
+    pending: Pending | None = None
+    """None: it was restored."""
+    held: Held | None = None
+
+    def again(
+        self,
+        step: int,
+        state: Any,
+        store: Store,
+        arena: Arena,
+        plan: snapshot.SnapshotPlan | None,
+    ) -> tuple[Pending, snapshot.SnapshotPlan | None]:
+        """The Pending of this step, for one who saves it again; and the plan of the snapshot.
+
+        Raises:
+            Misuse: `step` is an older one.
+            AlreadyExists: the step holds something else; names the leaves.
+            Damaged, StoreFailed, Unsupported.
+        """
+        if step < self.id.step:
+            raise Misuse(
+                f"step {step}: this attempt has already reached step {self.id.step}, and steps "
+                "only grow on a branch; rewind() or restore(step=) to go back"
+            )
+        if self.pending is not None:
+            # Reading it, should that be needed, must find it; and of a failed one nothing is there,
+            # nor are all processes: where it failed, its number may still be free.
+            self.pending._done.wait()
+            if self.pending._error is not None:
+                return self.pending, plan
+        # Each process compares what it wrote. They do not settle it together: after a failure of
+        # one of them, the same call can be the first for one process and the second for another.
+        plan = Written(store, self.id, self.held).must_be(state, arena, plan)
+        if self.pending is not None:
+            return self.pending, plan
+        pending = Pending(step, (TIER,))
+        pending._finish()
+        return pending, plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,19 +10,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 from ckpt import attempts, commit, snapshot, states, tree
-from ckpt.again import Held, Written
+from ckpt.again import Held, Newest
 from ckpt.arena import Arena, default_directory, remove_stale
 from ckpt.belongings import Belongings, wait_until_gone
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
 from ckpt.fit import EXACT, Fit
 from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
+from ckpt.loading import DEFAULT, Loading
 from ckpt.meta import Notes, meta_of
 from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
 from ckpt.reader import (
@@ -54,20 +54,6 @@ def _one_at_a_time(
             return call(self, *args, **kwargs)
 
     return locked
-
-
-@dataclass(frozen=True, eq=False)
-class _Last:
-    """The newest step that an attempt has saved or restored."""
-
-    id: StepId
-    data: dict[str, Json]
-    """States of the iterators that were given."""
-    named: Collection[str]
-    """The iterators whose states the next step is to have, too."""
-    pending: Pending | None = None
-    """None: it was restored."""
-    held: Held | None = None
 
 
 @final
@@ -115,7 +101,7 @@ class CheckpointManager:
         """That attempt, once it has decided."""
         self._plan: snapshot.SnapshotPlan | None = None
         self._pending: list[Pending] = []
-        self._last: _Last | None = None
+        self._last: Newest | None = None
         """Newest step saved or restored by this attempt."""
         self._superseded: Superseded | None = None
         """Raised by every later call: there is no way on for this manager."""
@@ -178,6 +164,7 @@ class CheckpointManager:
         *,
         must_exist: bool = False,
         fit: Fit = EXACT,
+        loading: Loading = DEFAULT,
     ) -> Restored:
         """Go on from the newest intact step; a run without steps starts fresh with step 0.
 
@@ -191,6 +178,7 @@ class CheckpointManager:
         Args:
             must_exist: a run without steps is an error.
             fit: what may differ between `like` and what was saved.
+            loading: memory and threads, and whether the memory of `like` is let go first.
 
         Raises:
             NotFound: `must_exist`, and nothing is there.
@@ -198,7 +186,9 @@ class CheckpointManager:
             Mismatch: the step is not what `like` says. Nothing was changed.
             InUse, StoreFailed, PeerFailed, Superseded.
         """
-        return self._start(Wish("resume", None, like, data, must_exist=must_exist, fit=fit))
+        return self._start(
+            Wish("resume", None, like, data, must_exist=must_exist, fit=fit, loading=loading)
+        )
 
     def restore(
         self,
@@ -207,6 +197,7 @@ class CheckpointManager:
         like: Any = MISSING,
         data: Any = None,
         fit: Fit = EXACT,
+        loading: Loading = DEFAULT,
     ) -> Restored:
         """Go on from a step of the lineage: the newest intact one, or exactly `step`.
 
@@ -216,7 +207,9 @@ class CheckpointManager:
         Returns what `resume` does. Raises as it does; NotFound when there is nothing.
         """
         number = None if step is None else check_step_number(step)
-        return self._start(Wish("restore", number, like, data, must_exist=True, fit=fit))
+        return self._start(
+            Wish("restore", number, like, data, must_exist=True, fit=fit, loading=loading)
+        )
 
     def rewind(
         self,
@@ -228,6 +221,7 @@ class CheckpointManager:
         like: Any = MISSING,
         data: Any = None,
         guard: Json = None,
+        loading: Loading = DEFAULT,
     ) -> Restored:
         """Go back to step `to` on a branch of its own, and never serve some batches again.
 
@@ -255,6 +249,7 @@ class CheckpointManager:
                 batches=batches,
                 reason=reason,
                 guard=guard,
+                loading=loading,
             )
         )
 
@@ -275,7 +270,7 @@ class CheckpointManager:
                 states.note_left_out(saved, wish.data, f"{self.location}: step {source.step}")
             dropped = wish.data is not None and not states.named(wish.data)
             named = () if dropped else tuple(saved)
-            self._last = _Last(source, states.take(wish.data), named)
+            self._last = Newest(source, states.take(wish.data), named)
         return restored
 
     def _data_of(self, step: StepId, owner: int) -> Mapping[str, Json]:
@@ -385,37 +380,14 @@ class CheckpointManager:
         )
         self._pending.append(pending)
         held = Held(flat.specs, [taken_snapshot.header], flat.structure)
-        self._last = _Last(step_id, taken, tuple(taken), pending, held)
+        self._last = Newest(step_id, taken, tuple(taken), pending, held)
         return pending
 
     def _saved_already(self, step: int, state: Any) -> Pending:
-        last = self._last
-        assert last is not None
-        if step < last.id.step:
-            raise Misuse(
-                f"step {step}: this attempt has already reached step {last.id.step}, and steps "
-                "only grow on a branch; rewind() or restore(step=) to go back"
-            )
-        if last.pending is not None:
-            # Reading it, should that be needed, must find it; and of a failed one nothing is there,
-            # nor are all processes: where it failed, its number may still be free.
-            last.pending._done.wait()
-            if last.pending._error is not None:
-                return last.pending
-        # Each process compares what it wrote. They do not settle it together: after a failure of
-        # one of them, the same call can be the first for one process and the second for another.
-        self._must_be_saved(last, state)
-        if last.pending is not None:
-            return last.pending
-        pending = Pending(step, (TIER,))
-        pending._finish()
-        return pending
-
-    def _must_be_saved(self, last: _Last, state: Any) -> None:
+        assert self._last is not None
         assert self._arena is not None
-        self._plan = Written(self._store, last.id, last.held).must_be(
-            state, self._arena, self._plan
-        )
+        pending, self._plan = self._last.again(step, state, self._store, self._arena, self._plan)
+        return pending
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""

@@ -10,6 +10,7 @@ from ckpt import layout, states
 from ckpt.errors import Damaged, Misuse, NotFound, Unsupported
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId
+from ckpt.loading import DEFAULT, Loading
 from ckpt.orbax_files import undescribed
 from ckpt.processes import Alone
 from ckpt.reader import (
@@ -17,11 +18,12 @@ from ckpt.reader import (
     Metadata,
     Reader,
     Restored,
+    Template,
     check_step_number,
     metadata_of,
-    resolve,
     restore_alone,
 )
+from ckpt.resolving import resolve
 from ckpt.steps import open_step
 
 Json = Any
@@ -79,6 +81,7 @@ def restore(
     step: int | None = None,
     data: Any = None,
     fit: Fit = EXACT,
+    loading: Loading = DEFAULT,
 ) -> Restored:
     """Restore a run's newest intact step, one of its steps, or a step by its own path.
 
@@ -86,17 +89,20 @@ def restore(
     name. Of several pytree items in one step `default`, `state` or `items` is taken, as Orbax does;
     without one of these all come, as a dict by their names. Nothing is written.
 
+    `fit` says what may differ from `like`, `loading` how memory and threads are used.
+
     Raises:
         NotFound, Damaged, Mismatch, Unsupported, StoreFailed.
     """
     place = resolve(location)
     if place.step is None:
-        return Reader(place.store).restore(step, like=like, data=data, fit=fit)
+        return Reader(place.store).restore(step, like=like, data=data, fit=fit, loading=loading)
     if step is not None and step != place.step.step:
         raise Misuse(f"{location}: is step {place.step.step}; step={step} was asked for")
     if place.alone:
-        return restore_alone(place, like=like, data=data, fit=fit)
-    return Reader(place.store).restore_step(place.step, like=like, data=data, fit=fit)
+        return restore_alone(place, Template(like, fit, loading), data)
+    reader = Reader(place.store)
+    return reader.restore_step(place.step, like=like, data=data, fit=fit, loading=loading)
 
 
 def metadata(location: Location, *, step: int | None = None) -> Metadata:

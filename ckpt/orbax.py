@@ -114,14 +114,18 @@ def read(
     return _read(found, _selected(found, wanted), wanted or {}, budget_bytes)
 
 
-def read_tree(path: str | os.PathLike[str], item: str | None = None) -> Any:
+def read_tree(
+    path: str | os.PathLike[str], item: str | None = None, *, budget_bytes: int = 1 << 30
+) -> Any:
     """The whole tree on the host, as `orbax_files.rebuild` makes it: dicts and lists.
+
+    `budget_bytes` as in `read`.
 
     Raises:
         NotFound, Damaged, Unsupported, Misuse, StoreFailed: as `read`.
     """
     found = read_item(path, item)
-    values = _read(found, _selected(found, None), {}, 1 << 30)
+    values = _read(found, _selected(found, None), {}, budget_bytes)
     return rebuild(found, [values[leaf.param] for leaf in found.leaves])
 
 

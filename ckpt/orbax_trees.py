@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ckpt import orbax, tree
-from ckpt.errors import Mismatch
+from ckpt.errors import Mismatch, Unsupported
 from ckpt.leaves import ARRAYS, SCALARS, LeafSpec
+from ckpt.loading import DEFAULT, Loading, let_go
+from ckpt.placement import boxes, narrowed
 
 
-def restore_tree(path: str | os.PathLike[str], like: Any, *, given: bool) -> Any:
+def restore_tree(
+    path: str | os.PathLike[str], like: Any, *, given: bool, loading: Loading = DEFAULT
+) -> Any:
     """The tree of a step of Orbax; on the host without a template.
 
     A step of several pytree items, none of them `default`, `state` or `items`, gives all of them,
     as a dict by their names.
     Leaves of the template are looked up by the names that Orbax gives them (keys joined by `.`).
+    Of `loading`, `threads` means nothing here, and `progress` is told once for each item.
 
     Raises:
-        Mismatch: all differences of structure, shape and dtype.
+        Mismatch: all differences of structure, shape and dtype; a sharding that does not fit.
         Damaged, NotFound, Unsupported, StoreFailed: as `orbax.read`.
     """
     items = orbax.trees(path)
+    specs = {item: orbax.specs(path, item) for item in items if given or loading.progress}
+    budget_bytes = loading.budget_bytes
     if not given:
-        found = {item: orbax.read_tree(path, item) for item in items}
+        found = {}
+        for item in items:
+            found[item] = orbax.read_tree(path, item, budget_bytes=budget_bytes)
+            _tell(loading, specs, list(found))
         return found.get(None, found)
     flat = tree.flatten(like, abstract=True)
     places = {
-        orbax.full_param(item, spec.param): (item, spec)
-        for item in items
-        for spec in orbax.specs(path, item)
+        orbax.full_param(item, spec.param): (item, spec) for item in items for spec in specs[item]
     }
     saved = {param: spec for param, (_, spec) in places.items()}
     wrong = sorted(
@@ -45,18 +55,54 @@ def restore_tree(path: str | os.PathLike[str], like: Any, *, given: bool) -> Any
     )
     if wrong:
         raise Mismatch(f"{os.fspath(path)}: the saved tree is not the one in `like`", wrong)
+    _must_fit_devices(flat)
+    if loading.donate:
+        let_go(flat.values)
     values: dict[str, Any] = {}
-    for item in items:
+    for number, item in enumerate(items):
         wanted = {}
         for leaf in flat.leaves:
             where, spec = places[leaf.spec.param]
             if where == item:
                 wanted[spec.param] = _sharding(leaf)
-        read = orbax.read(path, wanted, item)
+        read = orbax.read(path, wanted, item, budget_bytes=budget_bytes)
         values |= {orbax.full_param(item, param): value for param, value in read.items()}
+        _tell(loading, specs, items[: number + 1])
     return tree.with_structure_of(
         like, {leaf.name: _as(values[leaf.spec.param], leaf) for leaf in flat.leaves}
     )
+
+
+def _tell(
+    loading: Loading,
+    specs: Mapping[str | None, Sequence[orbax.SavedArray]],
+    done: Sequence[str | None],
+) -> None:
+    """Which items have been read, in bytes."""
+    if loading.progress is not None:
+        sizes = {item: sum(map(_nbytes, found)) for item, found in specs.items()}
+        loading.progress(sum(sizes[item] for item in done), sum(sizes.values()))
+
+
+def _nbytes(spec: orbax.SavedArray) -> int:
+    if spec.shape is None or spec.dtype is None:
+        return 0
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+
+
+def _must_fit_devices(flat: tree.Flat) -> None:
+    """Known before anything is read, and before the memory of the template is let go."""
+    wide = narrowed()
+    for leaf in flat.leaves:
+        spec, sharding = leaf.spec, _sharding(leaf)
+        if spec.kind == "jax" and spec.dtype in wide:
+            raise Unsupported(
+                f"{leaf.name}: wanted {spec}, but JAX would make it {wide[spec.dtype]}; set "
+                "jax_enable_x64, or give a NumPy array in `like`"
+            )
+        if sharding is not None:
+            dtype = np.dtype(np.uint32 if spec.kind == "key" else leaf.value.dtype)
+            boxes(spec.shape, dtype, sharding, leaf.name)
 
 
 def _sharding(leaf: tree.Leaf) -> Any:

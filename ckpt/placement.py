@@ -36,6 +36,13 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+def narrowed() -> dict[str, str]:
+    """Dtypes that JAX, as it is set up, does not have, and what it takes for each."""
+    wide = ("int64", "uint64", "float64", "complex128")
+    taken = {name: str(jax.dtypes.canonicalize_dtype(name)) for name in wide}
+    return {name: other for name, other in taken.items() if name != other}
+
+
 def boxes(
     shape: tuple[int, ...], dtype: np.dtype[Any], sharding: jax.sharding.Sharding, name: str
 ) -> tuple[Box, ...]:

@@ -15,11 +15,11 @@ from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId, choose, counting
+from ckpt.loading import DEFAULT, Loading
 from ckpt.manifest import Manifest, read_manifest
 from ckpt.processes import Matter, here, of_tree
-from ckpt.publishing import read_marker
+from ckpt.resolving import Place, nothing_there
 from ckpt.retention import Best, best
-from ckpt.roots import must_be_a_root
 from ckpt.store import FileStore, Store, open_store
 from ckpt.wording import counted
 
@@ -34,10 +34,11 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "no template"})()
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """What is to come out of a restore: a tree, and what may differ from it."""
+    """What is to come out of a restore: a tree, what may differ from it, and how it is read."""
 
     like: Any = MISSING
     fit: Fit = EXACT
+    loading: Loading = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,19 @@ class RestoreReport:
     rolled_forward: tuple[str, ...] = ()
     """What was done with steps that older attempts left in the making."""
     bytes_read: int = 0
+    """By this process: whole chunks, with what lies between small neighbours. 0 for a step of
+    Orbax, of which TensorStore reads the chunks; the figures below are then absent, too."""
+    bytes_needed: int = 0
+    """Of the parts of arrays that this process holds; replicas count once."""
+    chunks: int = 0
+    """How many were read and verified."""
+    plan_s: float = 0.0
+    read_s: float = 0.0
+    """Reading, verifying, and copying what could not be read in place."""
+    place_s: float = 0.0
+    """Building device arrays."""
     seconds: float = 0.0
+    """All of it, opening and matching the step included; also for a step of Orbax."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,7 @@ class Reader:
         like: Any = MISSING,
         data: Any = None,
         fit: Fit = EXACT,
+        loading: Loading = DEFAULT,
     ) -> Restored:
         """A step of the lineage; without a number the newest that is intact.
 
@@ -190,6 +204,7 @@ class Reader:
                 arrays or `jax.ShapeDtypeStruct`. Without it exactly what was saved, on the host.
             data: iterators to position.
             fit: what may differ between `like` and what was saved.
+            loading: memory and threads, and whether the memory of `like` is let go first.
 
         If `like` lies on devices of several processes, all of them must call this, and all get the
         same step or an error.
@@ -198,7 +213,7 @@ class Reader:
             NotFound, Damaged, Mismatch, StoreFailed, PeerFailed.
         """
         with of_tree(self.store.location, like).matter("restore") as matter:
-            return self._restore(matter, step, Template(like, fit), data)
+            return self._restore(matter, step, Template(like, fit, loading), data)
 
     def _restore(self, matter: Matter, step: int | None, template: Template, data: Any) -> Restored:
         for number in range(_ROUNDS):
@@ -255,11 +270,18 @@ class Reader:
         raise Damaged(every_step_damaged(self.store, with_damaged(lost, listing, None, step)))
 
     def restore_step(
-        self, step: StepId, *, like: Any = MISSING, data: Any = None, fit: Fit = EXACT
+        self,
+        step: StepId,
+        *,
+        like: Any = MISSING,
+        data: Any = None,
+        fit: Fit = EXACT,
+        loading: Loading = DEFAULT,
     ) -> Restored:
         """One committed step, whether it belongs to the lineage or not. Raises as `restore`."""
+        template = Template(like, fit, loading)
         with of_tree(self.store.location, like).matter("restore") as matter:
-            restored = matter.vote("step", lambda: load(self.store, step, Template(like, fit)))
+            restored = matter.vote("step", lambda: load(self.store, step, template))
             with states.kept_on_error(data):
                 matter.vote("data", lambda: position(self.store, step, data, {}))
         return restored
@@ -310,13 +332,24 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
         opened = open_step(store, step)
     except NotFound as error:
         raise Damaged(f"{store.location}: {step} was listed and is gone: {error}") from error
-    like, given = template.like, template.like is not MISSING
-    state, read = read_tree(opened, like if given else None, given=given, fit=template.fit)
+    given = template.like is not MISSING
+    state, read = read_tree(
+        opened,
+        template.like if given else None,
+        given=given,
+        fit=template.fit,
+        loading=template.loading,
+    )
     manifest = opened.manifest
     report = RestoreReport(
         step,
         damage=opened.damage,
         bytes_read=read.bytes_read,
+        bytes_needed=read.bytes_needed,
+        chunks=read.chunks,
+        plan_s=read.plan_s,
+        read_s=read.read_s,
+        place_s=read.place_s,
         seconds=time.monotonic() - begun,
     )
     return Restored(
@@ -329,15 +362,15 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
     )
 
 
-def restore_alone(place: Place, *, like: Any, data: Any, fit: Fit) -> Restored:
+def restore_alone(place: Place, template: Template, data: Any) -> Restored:
     """What a step of Orbax in no run holds. Raises as `Reader.restore_step`."""
     store, step = place.store, place.step
     assert step is not None
     if data is not None:
         raise orbax_files.undescribed(store.location)
-    with of_tree(store.location, like).matter("restore") as matter:
+    with of_tree(store.location, template.like).matter("restore") as matter:
         read = functools.partial(
-            _load_orbax, store, Path(store.location), step, Template(like, fit), time.monotonic()
+            _load_orbax, store, Path(store.location), step, template, time.monotonic()
         )
         return matter.vote("step", read)
 
@@ -351,7 +384,8 @@ def _load_orbax(
         raise Misuse(f"{store.location}: steps of Orbax are read from file systems only")
     if template.fit != EXACT:
         raise Misuse(f"{store.location}: {step} is Orbax's; `fit` is for steps of ours")
-    state = restore_tree(path, template.like, given=template.like is not MISSING)
+    given = template.like is not MISSING
+    state = restore_tree(path, template.like, given=given, loading=template.loading)
     return Restored(step.step, state, report=RestoreReport(step, seconds=time.monotonic() - begun))
 
 
@@ -381,21 +415,6 @@ def _raise_if_damaged(listing: Listing, step: int | None) -> None:
             raise Damaged(reason)
 
 
-def nothing_there(store: Store, listing: Listing) -> str:
-    """Message for a run without steps: what is there instead."""
-    if listing.damaged:
-        damaged = ", ".join(name for name, _ in listing.damaged[:5])
-        return f"{store.location}: no committed step; damaged: {damaged}"
-    if listing.claims:
-        attempts_made = counted(len(listing.claims), "attempt")
-        return f"{store.location}: a run of {attempts_made} without a saved step"
-    names = sorted(entry.name for entry in store.list(""))
-    there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    if not names and isinstance(store, FileStore) and not Path(store.location).is_dir():
-        return f"{store.location}: no such directory; check the path"
-    return f"{store.location}: no checkpoint here; found {there or 'an empty directory'}"
-
-
 def every_step_damaged(store: Store, lost: list[Lost]) -> str:
     """Message for a lineage of which nothing can be restored."""
     lines = "".join(f"\n  step {each.step}: {each.reason}" for each in lost)
@@ -405,57 +424,6 @@ def every_step_damaged(store: Store, lost: list[Lost]) -> str:
         "nothing was changed."
         f" Run `ckpt verify {store.location}` for the whole report.{lines}"
     )
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a location turned out to be."""
-
-    store: Store
-    """Of the run's root; of the step itself when it is alone."""
-    step: StepId | None
-    """Set when the location is one step."""
-    alone: bool = False
-    """A step of Orbax in no run, as its checkpointers write them under any name. `step` has the
-    number that is its name, or 0."""
-
-
-def resolve(location: str | os.PathLike[str]) -> Place:
-    """The run, or the one step, behind a location.
-
-    Raises:
-        NotFound: it is neither; says what is there.
-        Damaged: a step whose marker is not what was written.
-        Misuse: a directory inside a run.
-    """
-    store = open_store(location)
-    path = store.location
-    parent, name = os.path.split(path)
-    grandparent, parent_name = os.path.split(parent)
-    step, branch = layout.parse_step_name(name), layout.parse_branch_name(parent_name)
-    if step is not None and branch is not None:
-        root = open_store(grandparent)
-        if not root.exists(layout.step_name(branch, step)):
-            raise NotFound(f"{path}: no such step")
-        try:
-            return Place(root, read_marker(root, branch, step).id)
-        except NotFound as error:
-            raise Damaged(f"{path}: {layout.MARKER} is absent: no committed step") from error
-    if isinstance(store, FileStore) and step is not None:
-        root = open_store(parent)
-        if StepId(step, 0, 0) in attempts.orbax_steps(root):
-            return Place(root, StepId(step, 0, 0))
-    if os.path.isfile(path):
-        raise NotFound(f"{path}: a file; wanted the directory of a run or of a step")
-    listing = attempts.list_run(store)
-    if (listing.empty or (not listing.claims and orbax_files.is_marked(store))) and (
-        orbax_files.holds_step(store)
-    ):
-        return Place(store, StepId(step or 0, 0, 0), alone=True)
-    if listing.empty:
-        raise NotFound(nothing_there(store, listing))
-    must_be_a_root(store)
-    return Place(store, None)
 
 
 def check_step_number(step: Any) -> int:

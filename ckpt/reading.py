@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +11,11 @@ import numpy as np
 
 from ckpt import collector, dtypes, leaves, placement, tree
 from ckpt.arrays import Report, Request, read_arrays
-from ckpt.errors import Mismatch
+from ckpt.errors import Mismatch, Unsupported
 from ckpt.fit import EXACT, Fit, pair
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec, logical_view
+from ckpt.loading import DEFAULT, Loading, let_go
 from ckpt.steps import OpenStep
 from ckpt.store import ImageReader
 from ckpt.values import revive
@@ -33,26 +34,35 @@ class _Want(NamedTuple):
 
 
 def read_tree(
-    step: OpenStep, like: Any = None, *, given: bool = False, fit: Fit = EXACT
+    step: OpenStep,
+    like: Any = None,
+    *,
+    given: bool = False,
+    fit: Fit = EXACT,
+    loading: Loading = DEFAULT,
 ) -> tuple[Any, Report]:
     """The tree of a step.
 
     Without a template (`given` false): exactly the structure that was saved, on the host. With
-    one: its structure, its shardings, with what `fit` allows; every leaf verified.
+    one: its structure, its shardings, with what `fit` allows; every leaf verified. With
+    `loading.donate` the jax arrays of the template are deleted before anything is read.
 
     Raises:
         Mismatch: saved and wanted trees differ; all differences are listed.
         Damaged: chunks that are needed are absent or not what was written.
-        Unsupported: without a template, a class of the structure is not loaded here.
+        Unsupported: JAX, as it is set up, would narrow a dtype; or, without a template, a class
+            of the structure is not loaded here.
     """
     with collector.waiting():
-        return _read_tree(step, like, fit, given=given)
+        return _read_tree(step, like, fit, loading, given=given)
 
 
-def _read_tree(step: OpenStep, like: Any, fit: Fit, *, given: bool) -> tuple[Any, Report]:
+def _read_tree(
+    step: OpenStep, like: Any, fit: Fit, loading: Loading, *, given: bool
+) -> tuple[Any, Report]:
     if not given:
         wants = [_Want(spec, spec, None, None, False) for spec in step.leaves]
-        values, report = _read(step, wants)
+        values, report = _read(step, wants, loading)
         return tree.unflatten(step.structure, values), report
     flat = tree.flatten(like, abstract=True)
     pairing = pair(step.leaves, flat.specs, fit)
@@ -64,7 +74,10 @@ def _read_tree(step: OpenStep, like: Any, fit: Fit, *, given: bool) -> tuple[Any
     if len(read) < len(values):
         _must_have_values(flat, pairing.saved, where)
     wants = [_want(pairing.saved[flat.specs[i].name], flat.specs[i], values[i]) for i in read]
-    found, report = _read(step, wants)
+    _must_fit_devices(wants)
+    if loading.donate:
+        _let_go(wants, values, set(read))
+    found, report = _read(step, wants, loading)
     for i, value in zip(read, found, strict=True):
         values[i] = value
     return tree.with_values(like, flat.specs, values), report
@@ -75,10 +88,49 @@ def _must_have_values(flat: tree.Flat, restored: Mapping[str, LeafSpec], where: 
     bare = [
         f"{spec.name}: wanted an array, found {spec} without values"
         for spec, value in zip(flat.specs, flat.values, strict=True)
-        if spec.name not in restored and isinstance(value, jax.ShapeDtypeStruct)
+        if spec.name not in restored and _is_bare(value)
     ]
     if bare:
         raise Mismatch(f"{where}: leaves that are not restored need values in `like`", bare)
+
+
+def _is_bare(value: Any) -> bool:
+    """Deleted arrays are so, too: they were donated, perhaps to a step that was damaged."""
+    if isinstance(value, jax.Array):
+        return value.is_deleted()
+    return isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _must_fit_devices(wants: Sequence[_Want]) -> None:
+    """What is not read straight to its devices must fit there, too; known before it is read."""
+    wide = placement.narrowed()
+    late = [
+        want
+        for want in wants
+        if want.sharding is None
+        and want.on_device
+        and (want.final is not None or want.target.dtype in wide)
+    ]
+    for want in late:
+        target = want.target
+        if target.dtype in wide:
+            raise Unsupported(
+                f"{target.name}: wanted {target}, but JAX would make it {wide[target.dtype]}; set "
+                "jax_enable_x64, or give a NumPy array in `like`"
+            )
+        if want.final is not None and target.kind != "key":
+            placement.boxes(target.shape, dtypes.parse(target.dtype), want.final, target.name)
+
+
+def _let_go(wants: Sequence[_Want], values: list[Any], read: Container[int]) -> None:
+    """The last look at what could be refused, then the memory of the template."""
+    for want in wants:
+        spec, sharding = want.saved, want.sharding
+        if sharding is not None and spec.storage_dtype is not None:
+            shape, dtype = spec.storage_shape or (), dtypes.parse(spec.storage_dtype)
+            placement.boxes(shape, dtype, sharding, spec.name)
+    staying = [value for i, value in enumerate(values) if i not in read]
+    let_go((value for i, value in enumerate(values) if i in read), staying)
 
 
 def _want(saved: LeafSpec, target: LeafSpec, value: Any) -> _Want:
@@ -104,13 +156,19 @@ def _is_cast(saved: LeafSpec, target: LeafSpec) -> bool:
     ) != target.dtype.removeprefix(">")
 
 
-def _read(step: OpenStep, wants: Sequence[_Want]) -> tuple[list[Any], Report]:
+def _read(step: OpenStep, wants: Sequence[_Want], loading: Loading) -> tuple[list[Any], Report]:
     stored = [i for i, want in enumerate(wants) if want.saved.storage_dtype is not None]
     requests = [
         Request(wants[i].saved.param, wants[i].sharding, wants[i].saved.name) for i in stored
     ]
     with _images(step) as images:
-        arrays, report = read_arrays(images, requests)
+        arrays, report = read_arrays(
+            images,
+            requests,
+            budget_bytes=loading.budget_bytes,
+            threads=loading.threads,
+            progress=loading.progress,
+        )
     found: list[Any] = [None] * len(wants)
     for i, array in zip(stored, arrays, strict=True):
         found[i] = array

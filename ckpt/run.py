@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import leaves, states, tree
 from ckpt.errors import Misuse
+from ckpt.loading import DEFAULT, Loading
 from ckpt.processes import here, preempted
 from ckpt.spike import GuardState, Rewind, SpikeGuard
 
@@ -52,6 +53,9 @@ class Run:
     early in a run, the oldest one before it is gone back to, and the reason says so. Entering
     refuses a guard that the tier's `Keep` can never serve, and `data` that cannot skip.
 
+    `loading` is for every restore. With its `donate` the arrays of `state` are gone after one, and
+    after a rewind those that `update` was given, so that the peak is one state and not two.
+
     On SIGTERM (main thread only; earlier handlers are called too, and put back at the end) the
     current step is saved at the next update, the loop ends and `preempted` is true; among several
     processes at the same update in all, if JAX has its own handler in place. Leaving the
@@ -72,6 +76,7 @@ class Run:
         guard: SpikeGuard | None = None,
         metric: str = "loss",
         must_exist: bool = False,
+        loading: Loading = DEFAULT,
     ) -> None:
         if steps < 0:
             raise Misuse(f"Run.steps: wanted the number of updates to complete, found {steps}")
@@ -85,6 +90,7 @@ class Run:
         self.preempted = False
         self._manager, self._data = manager, data
         self._guard, self._metric, self._must_exist = guard, metric, must_exist
+        self._loading = loading
         self._state, self._step = state, 0
         self._restored: Restored | None = None
         self._guard_state = GuardState()
@@ -119,7 +125,10 @@ class Run:
         if self._guard is not None:
             self._must_be_able_to_rewind(self._guard)
         restored = self._manager.resume(
-            like=self._state, data=self._data, must_exist=self._must_exist
+            like=self._state,
+            data=self._data,
+            must_exist=self._must_exist,
+            loading=self._loading,
         )
         self._continue_from(restored)
         if self._guard is not None:
@@ -258,7 +267,8 @@ class Run:
         # The target must not depend on how far a background save has come.
         self._manager.wait_until_finished()
         to = guard.target(self._manager.all_steps(), rewind.onset)
-        like, self._state = _specs(self._state), None  # the memory goes to what is restored
+        # The memory goes to what is restored; whoever drives the run may hold these arrays, too.
+        like, self._state = self._state if self._loading.donate else _specs(self._state), None
         reason = rewind.reason
         if to > (wanted := rewind.onset - guard.margin):
             reason += f"; no step at or before {wanted} is saved, so back to the oldest, {to}"
@@ -271,6 +281,7 @@ class Run:
             like=like,
             data=self._data,
             guard=self._guard_state.to_json(),
+            loading=self._loading,
         )
         saved = _guard_state(restored.guard)
         self._guard_state = guard.rewound(self._guard_state, saved, restored.step)

@@ -29,6 +29,7 @@ from ckpt.lineage import (
     may_put_back,
     served,
 )
+from ckpt.loading import DEFAULT, Loading
 from ckpt.processes import Matter
 from ckpt.reader import (
     MISSING,
@@ -38,10 +39,10 @@ from ckpt.reader import (
     Template,
     every_step_damaged,
     load,
-    nothing_there,
     with_damaged,
     with_report,
 )
+from ckpt.resolving import nothing_there
 from ckpt.roots import must_be_a_root
 from ckpt.steps import Damage, Manifest, read_manifest
 from ckpt.store import Store
@@ -68,6 +69,7 @@ class Wish:
     reason: str = ""
     guard: Json = None
     fit: Fit = EXACT
+    loading: Loading = DEFAULT
     load_values: bool = True
     """False: the step is verified, chunk by chunk, and nothing is built from it."""
 
@@ -256,7 +258,7 @@ class Start:
 
     def _read(self, step: StepId, wish: Wish) -> Restored:
         if wish.load_values or not step.attempt:
-            return load(self.store, step, Template(wish.like, wish.fit))
+            return load(self.store, step, Template(wish.like, wish.fit, wish.loading))
         try:
             damage = check_step(self.store, step)
         except NotFound as error:

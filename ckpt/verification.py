@@ -13,7 +13,7 @@ from ckpt.image import Header
 from ckpt.lineage import StepId, counts
 from ckpt.orbax_files import undescribed
 from ckpt.publishing import read_marker
-from ckpt.reader import resolve
+from ckpt.resolving import resolve
 from ckpt.steps import (
     Damage,
     Manifest,

@@ -19,6 +19,7 @@ import pytest
 from memory_source import Records
 
 from ckpt.errors import Misuse, NotFound
+from ckpt.loading import Loading
 from ckpt.manager import CheckpointManager
 from ckpt.retention import Keep
 from ckpt.run import Run
@@ -135,7 +136,8 @@ class MemoryManager:
         self.guard_before_rewind = None
         return Pending()
 
-    def resume(self, *, like: Any, data: Any, must_exist: bool) -> Restored:
+    def resume(self, *, like: Any, data: Any, must_exist: bool, loading: Loading) -> Restored:
+        assert loading == Loading()
         if not self.lineage:
             if must_exist:
                 raise NotFound("nothing")
@@ -143,8 +145,17 @@ class MemoryManager:
         return self._position(max(self.lineage), data)
 
     def rewind(
-        self, to: int, *, skip_steps: range, reason: str, like: Any, data: Any, guard: Any
+        self,
+        to: int,
+        *,
+        skip_steps: range,
+        reason: str,
+        like: Any,
+        data: Any,
+        guard: Any,
+        loading: Loading,
     ) -> Restored:
+        assert loading == Loading()
         assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(like))
         self.log.append(("rewound", to, skip_steps))
         assert skip_steps.start > to, "the real one refuses what `to` has learnt from"

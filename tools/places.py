@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt import layout
 from ckpt.errors import Misuse, NotFound
-from ckpt.reader import Place, resolve
+from ckpt.resolving import Place, resolve
 from ckpt.store import Store, open_store
 
 _LOOKED_AT = 2000
@@ -22,7 +22,7 @@ def place_at(location: str) -> Place:
 
     Raises:
         NotFound: neither; says what lies there, and what was probably meant.
-        Damaged, StoreFailed: as `ckpt.reader.resolve`.
+        Damaged, StoreFailed: as `ckpt.resolving.resolve`.
     """
     try:
         return resolve(location)
