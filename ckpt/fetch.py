@@ -6,8 +6,11 @@
                large, one range of a buffer:     straight there
                small, neighbours together:       through a scratch buffer within the budget
                large, scattered:                 likewise, alone
+               of a compressed image:            frames, through a scratch buffer; out of it
+                                                 straight there, or through a second one
 
-Every chunk is checked against digest and CRC of the table, and the CRC that stands behind it.
+Every chunk is checked against digest and CRC of the table, and the CRC that stands behind it; the
+CRC of a compressed one is that of its frame, and is checked before anybody looks into the frame.
 Damage does not stop the reading: all of it comes in one error.
 """
 
@@ -19,12 +22,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import crc32c
 import numpy as np
 import xxhash
 
 from ckpt.errors import Damaged, NotFound
+from ckpt.frames import inflater
 from ckpt.grid import CRC_BYTES
 from ckpt.image import Header, verify_chunk
 
@@ -87,6 +92,20 @@ class _Read:
     offset: int
     read_bytes: int
     scratch_bytes: int
+    frames: Sequence[int] = ()
+    """Of a compressed image: the length of each chunk there."""
+
+
+class _Frame(NamedTuple):
+    """A chunk of a compressed image. Of the image `nbytes` from `offset` on are read for it."""
+
+    image: int
+    offset: int
+    nbytes: int
+    chunk: Chunk
+
+
+S = TypeVar("S", Chunk, _Frame)
 
 
 class Fetch:
@@ -98,6 +117,12 @@ class Fetch:
         self._images = images
         self._digests = [header.columns.digest.tobytes() for header, _ in images]
         self._crcs = [header.columns.crc.astype("<u4").tobytes() for header, _ in images]
+        self._frames: dict[int, list[int]] = {
+            number: header.columns.frames.tolist()
+            for number, (header, _) in enumerate(images)
+            if header.columns.frames is not None
+        }
+        """Of compressed images: the length of each chunk there."""
         self._budget = _Budget(budget_bytes)
         self._run_bytes = max(1, min(RUN_BYTES, budget_bytes))
         self._threads = threads
@@ -118,7 +143,10 @@ class Fetch:
             StoreFailed: the store failed; nothing is known about the chunks.
         """
         self.chunks += len(chunks)
-        reads = plan_reads([c for c in chunks if self._is_inside(c)], self._run_bytes)
+        reads = self._frame_reads(chunks) if self._frames else []
+        if self._frames:
+            chunks = [chunk for chunk in chunks if chunk.image not in self._frames]
+        reads += plan_reads([c for c in chunks if self._is_inside(c, c.nbytes)], self._run_bytes)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="ckpt-read") as pool:
             pending = [pool.submit(self._do, read) for read in reads]
             try:
@@ -137,9 +165,19 @@ class Fetch:
         if self._wrong:
             raise Damaged(_listed([text for *_, text in sorted(self._wrong)], self.chunks))
 
-    def _is_inside(self, chunk: Chunk) -> bool:
+    def _frame_reads(self, chunks: Sequence[Chunk]) -> list[_Read]:
+        """What is read of compressed images: only their chunks are looked at."""
+        frames = [
+            _Frame(chunk.image, chunk.offset, self._frames[chunk.image][chunk.row], chunk)
+            for chunk in chunks
+            if chunk.image in self._frames
+        ]
+        frames = [frame for frame in frames if self._is_inside(frame.chunk, frame.nbytes)]
+        return plan_frames(frames, self._run_bytes)
+
+    def _is_inside(self, chunk: Chunk, stored_bytes: int) -> bool:
         header, image = self._images[chunk.image]
-        end = chunk.offset + chunk.nbytes + CRC_BYTES
+        end = chunk.offset + stored_bytes + CRC_BYTES
         if end <= image.size_bytes:
             return True
         self._note(
@@ -151,7 +189,9 @@ class Fetch:
 
     def _do(self, read: _Read) -> None:
         with self._budget.hold(read.scratch_bytes):
-            if read.scratch_bytes:
+            if read.frames:
+                self._out_of_frames(read)
+            elif read.scratch_bytes:
                 self._through_scratch(read)
             else:
                 self._straight(read)
@@ -170,6 +210,36 @@ class Fetch:
             if chunk.direct is not None:
                 chunk.direct[:] = raw
             _copy(chunk, raw)
+
+    def _out_of_frames(self, read: _Read) -> None:
+        view = memoryview(np.empty(read.read_bytes, np.uint8).data)
+        if not self._fill(read, [(read.offset, view)]):
+            return
+        for chunk, stored_bytes in zip(read.chunks, read.frames, strict=True):
+            start = chunk.offset - read.offset
+            stored = view[start : start + stored_bytes + CRC_BYTES]
+            raw = chunk.direct if chunk.direct is not None else np.empty(chunk.nbytes, np.uint8)
+            if self._inflate(chunk, stored, raw):
+                _copy(chunk, raw)
+
+    def _inflate(self, chunk: Chunk, stored: memoryview, raw: np.ndarray) -> bool:
+        row, frame, behind = chunk.row, stored[:-CRC_BYTES], stored[-CRC_BYTES:]
+        what = "changed while it was looked at"
+        try:
+            crc = crc32c.crc32c(frame).to_bytes(CRC_BYTES, "little")
+            wanted = self._crcs[chunk.image][CRC_BYTES * row : CRC_BYTES * (row + 1)]
+            if crc == wanted == behind:
+                inflater().into(raw.data, frame)
+                digest = self._digests[chunk.image][16 * row : 16 * row + 16]
+                if xxhash.xxh3_128_digest(raw.data) == digest:
+                    return True
+            header = self._images[chunk.image][0]
+            verify_chunk(header, row, stored)
+            what = f"{_place(header, chunk)}: {what}"
+        except Damaged as error:
+            what = str(error)
+        self._note(chunk, what)
+        return False
 
     def _straight(self, read: _Read) -> None:
         crcs = memoryview(bytearray(CRC_BYTES * len(read.chunks)))
@@ -230,10 +300,17 @@ def plan_reads(chunks: Sequence[Chunk], run_bytes: int) -> list[_Read]:
     return sorted(reads, key=lambda read: (read.image, read.offset))
 
 
-def _grouped(
-    chunks: Sequence[Chunk], belongs: Callable[[list[Chunk], Chunk], bool]
-) -> Iterator[list[Chunk]]:
-    group: list[Chunk] = []
+def plan_frames(frames: Sequence[_Frame], run_bytes: int) -> list[_Read]:
+    """The same for compressed images. Small is a chunk that is small when it is out; pure."""
+    in_order = sorted(frames, key=lambda frame: (frame.image, frame.offset))
+    small = [frame for frame in in_order if frame.chunk.nbytes < SMALL_BYTES]
+    groups = [[frame] for frame in in_order if frame.chunk.nbytes >= SMALL_BYTES]
+    groups += _grouped(small, lambda run, frame: _stretches(run, frame, run_bytes))
+    return sorted(map(_frames_of, groups), key=lambda read: (read.image, read.offset))
+
+
+def _grouped(chunks: Sequence[S], belongs: Callable[[list[S], S], bool]) -> Iterator[list[S]]:
+    group: list[S] = []
     for chunk in chunks:
         if group and not (group[-1].image == chunk.image and belongs(group, chunk)):
             yield group
@@ -243,7 +320,7 @@ def _grouped(
         yield group
 
 
-def _stretches(run: list[Chunk], chunk: Chunk, run_bytes: int) -> bool:
+def _stretches(run: list[S], chunk: S, run_bytes: int) -> bool:
     near = chunk.offset - run[-1].offset - run[-1].nbytes <= GAP_BYTES
     return near and chunk.offset + chunk.nbytes + CRC_BYTES - run[0].offset <= run_bytes
 
@@ -261,6 +338,15 @@ def _run_of(chunks: Sequence[Chunk]) -> _Read:
 def _straight_of(chunks: Sequence[Chunk]) -> _Read:
     length = sum(chunk.nbytes + CRC_BYTES for chunk in chunks)
     return _Read(chunks[0].image, chunks, chunks[0].offset, length, 0)
+
+
+def _frames_of(frames: Sequence[_Frame]) -> _Read:
+    first, last = frames[0], frames[-1]
+    length = last.offset + last.nbytes + CRC_BYTES - first.offset
+    chunks = [frame.chunk for frame in frames]
+    second = max((chunk.nbytes for chunk in chunks if chunk.direct is None), default=0)
+    stored = [frame.nbytes for frame in frames]
+    return _Read(first.image, chunks, first.offset, length, length + second, stored)
 
 
 def _copy(chunk: Chunk, raw: np.ndarray) -> None:

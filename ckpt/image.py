@@ -12,8 +12,9 @@ bytes                content
                      others, each at a multiple of 4096. Behind every chunk stands its CRC-32C
                      (u32), then zeros up to the next
 table .. size_bytes  per chunk: cell u64[n], offset u64[n], digest u8[n,16], array u32[n],
-                     crc u32[n]; then as JSON: the list of arrays, and the meta object; then the
-                     tree record, bytes of the caller; then zeros
+                     crc u32[n], in a compressed image frame u64[n]; then as JSON: the list of
+                     arrays, and the meta object; then the tree record, bytes of the caller; then
+                     zeros
 ==================== ============================================================================
 
 `cell` is a chunk's row-major position in the grid of its array. A chunk's length follows from its
@@ -21,8 +22,13 @@ array: all chunks are full. The page carries the table's digest and is written l
 is used again its page is zeroed, so bytes that were only partly written never pass as an image.
 Magic, version and the page's own digest keep their places in every later version of the format.
 
-Nothing read is trusted: `decode` checks every size, offset and name before it is used. No clock,
-no device, no file: callers bring buffers and a `read` function.
+In a **compressed** image (version 2 of the format; all others are version 1) each chunk is stored
+as one zstd frame, of `frame` bytes, which is what the CRC is of, and whose length decides where it
+may start. `digest` remains that of the chunk: whoever compares values need not know.
+
+Slots are never compressed: `ckpt/compressing.py` makes such an image of one. Nothing read is
+trusted: `decode` checks every size, offset and name before it is used. No clock, no device, no
+file: callers bring buffers and a `read` function.
 """
 
 from __future__ import annotations
@@ -30,111 +36,51 @@ from __future__ import annotations
 import functools
 import json
 import math
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Never
+from typing import Any, Never
 
-import ml_dtypes
+import crc32c
 import numpy as np
 import xxhash
 
+from ckpt import specs, table
 from ckpt.copying import Part, copy_chunks
 from ckpt.errors import Damaged, Misuse, Unsupported
+from ckpt.frames import inflater
 from ckpt.grid import (
     CRC_BYTES,
     PAGE_BYTES,
     Places,
-    alignment,
     cells_of,
     coordinates,
     place_chunks,
     repeated,
     round_up,
 )
+from ckpt.specs import ArraySpec, ShardSpec, dtype_of
+from ckpt.table import COMPRESSED, MAGIC, PLAIN, Columns, Page
 
-MAGIC = b"LASTGOOD"
-VERSION = 1
+__all__ = [
+    "CHUNK_LIMIT_BYTES",
+    "CRC_BYTES",
+    "MAGIC",
+    "PAGE_BYTES",
+    "ArraySpec",
+    "Columns",
+    "Header",
+    "Plan",
+    "ShardSpec",
+    "chunk_shape",
+    "decode",
+    "dtype_of",
+    "fill",
+    "payload_ranges",
+    "plan",
+    "verify_chunk",
+]
+
 CHUNK_LIMIT_BYTES = 64 * 2**20
-
-# Magic, version, page size; size_bytes, table offset and length; chunks, length of the list of
-# arrays, of meta, of the tree record; xxh3-128 of the table.
-_PAGE = struct.Struct("<8sII QQQ QQQQ 16s")
-_CHECK_AT = PAGE_BYTES - 16
-_ROW_BYTES = 8 + 8 + 16 + 4 + 4
-_MAX_DIMENSIONS = 64
-_MAX_COUNT = 2**62  # products and sums below this do not wrap in 64 bits
-
-_DTYPE_NAMES = """
-    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64
-    complex128 bfloat16 float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2
-    float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn int4 int2
-"""
-_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in _DTYPE_NAMES.split()}
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a storage dtype name; raises `Unsupported` for any other name."""
-    if name not in _DTYPES:
-        names = ", ".join(_DTYPES)
-        raise Unsupported(f"dtype {name!r} cannot be held in an image; wanted one of {names}")
-    return _DTYPES[name]
-
-
-class ArraySpec(NamedTuple):  # made by the thousands
-    """A global array as stored. `chunk_shape` divides `shape`; its entries are at least 1."""
-
-    param: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of chunks along each axis."""
-        return _grid(self.shape, self.chunk_shape)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk, without its CRC."""
-        return _chunk_bytes(self.dtype, self.chunk_shape)
-
-
-# Models have many arrays of one shape.
-@functools.lru_cache(maxsize=4096)
-def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n // c for n, c in zip(shape, chunk_shape, strict=True))
-
-
-@functools.lru_cache(maxsize=4096)
-def _chunk_bytes(dtype: str, chunk_shape: tuple[int, ...]) -> int:
-    return math.prod(chunk_shape) * dtype_of(dtype).itemsize
-
-
-class ShardSpec(NamedTuple):
-    """A part of array number `array` that this process holds; made of whole chunks."""
-
-    array: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """The chunk table, one row per chunk.
-
-    `array` u32[n]: index into the arrays; `grid` i64[n, w]: grid coordinates, zero beyond the
-    array's rank; `offset` u64[n]: first byte in the image; `nbytes` u64[n]: without the CRC;
-    `digest` u8[n, 16]: xxh3-128 of the bytes; `crc` u32[n]: their CRC-32C, which also stands
-    behind them.
-    """
-
-    array: np.ndarray
-    grid: np.ndarray
-    offset: np.ndarray
-    nbytes: np.ndarray
-    digest: np.ndarray
-    crc: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +100,11 @@ class Header:
     digest: str
     where: str = "image"
     tree: bytes = field(default=b"", repr=False)
+
+    @property
+    def compression(self) -> str | None:
+        """ "zstd" for a compressed image, else None."""
+        return None if self.columns.frames is None else "zstd"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +130,7 @@ class Plan:
     def table_bytes(self) -> int:
         """Length of the table, without the zeros behind it."""
         texts = len(self.arrays_json) + len(self.meta_json) + len(self.tree)
-        return len(self.array) * _ROW_BYTES + texts
+        return len(self.array) * table.row_bytes(PLAIN) + texts
 
     @property
     def size_bytes(self) -> int:
@@ -223,7 +174,7 @@ def plan(arrays: Sequence[ArraySpec], shards: Sequence[ShardSpec], meta: dict[st
     for specs that contradict each other or meta that is not JSON.
     """
     arrays, shards = tuple(arrays), tuple(shards)
-    if fault := _fault(arrays):
+    if fault := specs.fault(arrays):
         raise Misuse(fault)
     only = np.zeros(1, np.int64)
     parts = []
@@ -291,11 +242,21 @@ def fill(
     offset = plan.places.offset.astype("<u8")
     columns = (plan.cell, offset, digest, plan.array, crc)
     texts = (plan.arrays_json, plan.meta_json, plan.tree)
-    table = b"".join((*(c.tobytes() for c in columns), *texts))
-    stop = plan.table_offset + len(table)
-    view[plan.table_offset : stop] = table
+    rows = b"".join((*(c.tobytes() for c in columns), *texts))
+    stop = plan.table_offset + len(rows)
+    view[plan.table_offset : stop] = rows
     view[stop : plan.size_bytes] = bytes(plan.size_bytes - stop)
-    page = _page(plan, xxhash.xxh3_128_digest(table))
+    page = Page(
+        PLAIN,
+        plan.size_bytes,
+        plan.table_offset,
+        plan.table_bytes,
+        len(plan.array),
+        len(plan.arrays_json),
+        len(plan.meta_json),
+        len(plan.tree),
+        xxhash.xxh3_128_digest(rows),
+    ).emit()
     view[:PAGE_BYTES] = page
     return Header(
         meta=json.loads(plan.meta_json),
@@ -304,18 +265,10 @@ def fill(
             plan.array, plan.grid, offset, plan.places.nbytes.astype("<u8"), digest, crc
         ),
         size_bytes=plan.size_bytes,
-        digest=xxhash.xxh3_128_hexdigest(page + table),
+        digest=xxhash.xxh3_128_hexdigest(page + rows),
         where=where,
         tree=plan.tree,
     )
-
-
-def _page(plan: Plan, table_digest: bytes) -> bytes:
-    sizes = (plan.size_bytes, plan.table_offset, plan.table_bytes)
-    counts = (len(plan.array), len(plan.arrays_json), len(plan.meta_json), len(plan.tree))
-    fields = _PAGE.pack(MAGIC, VERSION, PAGE_BYTES, *sizes, *counts, table_digest)
-    body = fields.ljust(_CHECK_AT, b"\0")
-    return body + xxhash.xxh3_128_digest(body)
 
 
 def _check_sources(plan: Plan, sources: Sequence[np.ndarray]) -> None:
@@ -323,7 +276,7 @@ def _check_sources(plan: Plan, sources: Sequence[np.ndarray]) -> None:
         raise Misuse(f"wanted {len(plan.shards)} sources, one per shard, found {len(sources)}")
     for shard, source in zip(plan.shards, sources, strict=True):
         spec = plan.arrays[shard.array]
-        if source.shape != shard.shape or source.dtype != _DTYPES[spec.dtype]:
+        if source.shape != shard.shape or source.dtype != specs.DTYPES[spec.dtype]:
             raise Misuse(
                 f"{spec.param}: wanted {spec.dtype}{list(shard.shape)} for the shard at "
                 f"{list(shard.start)}, found {source.dtype}{list(source.shape)}"
@@ -348,119 +301,54 @@ def decode(read: Callable[[int, int], Any], size_bytes: int, where: str) -> Head
             damaged(f"{what}: wanted {length} bytes at byte {offset}, found {len(raw)}")
         return raw
 
-    page = fetch(0, PAGE_BYTES, "header page")
-    if not page.startswith(MAGIC):
-        damaged(f"no finished image: wanted {MAGIC!r} at byte 0, found {page[: len(MAGIC)]!r}")
-    if (found := xxhash.xxh3_128_digest(page[:_CHECK_AT])) != page[_CHECK_AT:]:
-        damaged(f"header page: wanted digest {page[_CHECK_AT:].hex()}, found {found.hex()}")
-    _, version, page_bytes, *sizes, table_digest = _PAGE.unpack_from(page)
-    if version != VERSION:
+    raw = fetch(0, PAGE_BYTES, "header page")
+    page = table.parse_page(raw, size_bytes, damaged)
+    if page.version not in (PLAIN, COMPRESSED):
         raise Unsupported(
-            f"{where}: image format {version}; this release reads format {VERSION}: "
-            "use a release that knows the newer one"
+            f"{where}: image format {page.version}; this release reads formats {PLAIN} and "
+            f"{COMPRESSED}: use a release that knows the newer one"
         )
-    total, table_at, table_bytes, count, arrays_bytes, meta_bytes, tree_bytes = sizes
-    if page_bytes != PAGE_BYTES:
-        damaged(f"header page: wanted {PAGE_BYTES} bytes, found {page_bytes}")
-    if total > size_bytes:
-        damaged(f"wanted {total} bytes, found {size_bytes}: truncated")
-    if table_at < PAGE_BYTES or total != round_up(table_at + table_bytes, PAGE_BYTES):
-        damaged(f"table: {table_bytes} bytes at byte {table_at} do not end {total} bytes")
-    if count * _ROW_BYTES + arrays_bytes + meta_bytes + tree_bytes != table_bytes:
-        damaged(
-            f"table: {count} chunks with {arrays_bytes} and {meta_bytes} bytes of JSON and "
-            f"{tree_bytes} of the tree do not make {table_bytes} bytes"
-        )
-    table = fetch(table_at, table_bytes, "table")
-    if (found := xxhash.xxh3_128_digest(table)) != table_digest:
-        damaged(f"table: wanted digest {table_digest.hex()}, found {found.hex()}")
-    json_at = count * _ROW_BYTES
-    meta_at, tree_at = json_at + arrays_bytes, table_bytes - tree_bytes
-    try:
-        listed = json.loads(table[json_at:meta_at].decode())
-        meta = json.loads(table[meta_at:tree_at].decode())
-        arrays = _parse_arrays(listed)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise Damaged(f"{where}: table: {error}") from error
-    if not isinstance(meta, dict):
-        damaged(f"meta: wanted an object, found {type(meta).__name__}")
-    if fault := _fault(arrays):
-        damaged(fault)
-    columns = _columns(table, count, arrays, table_at, damaged)
-    digest = xxhash.xxh3_128_hexdigest(page + table)
-    return Header(meta, arrays, columns, total, digest, where, table[tree_at:])
-
-
-def _parse_arrays(listed: Any) -> tuple[ArraySpec, ...]:
-    """The specs of a list that was read; equal shapes become one object, so one type as well."""
-    known: dict[Any, tuple[Any, Any]] = {}
-    arrays = []
-    for param, dtype, shape, chunk in listed:
-        shapes = (tuple(shape), tuple(chunk))
-        arrays.append(ArraySpec(param, dtype, *known.setdefault(shapes, shapes)))
-    return tuple(arrays)
-
-
-def _columns(
-    table: bytes,
-    count: int,
-    arrays: tuple[ArraySpec, ...],
-    end: int,
-    damaged: Callable[[str], Never],
-) -> Columns:
-    cell = np.frombuffer(table, "<u8", count)
-    offset = np.frombuffer(table, "<u8", count, 8 * count)
-    digest = np.frombuffer(table, np.uint8, 16 * count, 16 * count).reshape(count, 16)
-    array = np.frombuffer(table, "<u4", count, 32 * count)
-    crc = np.frombuffer(table, "<u4", count, 36 * count)
-
-    def refuse(wrong: np.ndarray, what: str) -> None:
-        if wrong.any():
-            damaged(f"table: chunk {int(np.flatnonzero(wrong)[0])} {what}")
-
-    refuse(array >= len(arrays), f"is of an array beyond the {len(arrays)} there are")
-    grids = [a.grid for a in arrays]
-    refuse(cell >= np.array([math.prod(g) for g in grids], np.uint64)[array], "leaves its array")
-    if (row := repeated(array, cell)) is not None:
-        damaged(f"table: chunk {row} is there twice")
-    nbytes = np.array([a.chunk_bytes for a in arrays], np.uint64)[array]
-    step = alignment(nbytes).astype(np.uint64)
-    refuse(offset % step != 0, "starts between the places where a chunk may")
-    refuse(
-        (offset < PAGE_BYTES) | (offset >= end), f"starts outside of bytes {PAGE_BYTES} .. {end}"
-    )
-    order = np.argsort(offset)
-    stop = offset + nbytes + np.uint64(CRC_BYTES)
-    limit = np.empty_like(offset)
-    limit[order] = np.append(offset[order][1:], np.uint64(end))
-    refuse(stop > limit, "runs into the next one, or into the table")
-    return Columns(array, coordinates(grids, array, cell), offset, nbytes, digest, crc)
+    rows = fetch(page.table_at, page.table_bytes, "table")
+    meta, arrays, columns, tree = table.parse_table(page, rows, damaged)
+    digest = xxhash.xxh3_128_hexdigest(raw + rows)
+    return Header(meta, arrays, columns, page.size_bytes, digest, where, tree)
 
 
 def verify_chunk(header: Header, row: int, view: Any) -> None:
-    """Check the bytes of chunk `row`, given with or without the CRC behind them.
+    """Check chunk `row`, given as it is stored, with or without the CRC behind it.
 
     Raises `Damaged`, naming image, array, chunk and place.
     """
     columns = header.columns
-    nbytes = int(columns.nbytes[row])
+    nbytes, stored = int(columns.nbytes[row]), int(columns.stored[row])
     view = memoryview(view).cast("B")
-    if len(view) not in (nbytes, nbytes + CRC_BYTES):
-        raise Damaged(f"{_place(header, row)}: wanted {nbytes} bytes, found {len(view)}: truncated")
-    checks = [("digest", columns.digest[row].tobytes(), xxhash.xxh3_128_digest(view[:nbytes]))]
-    if len(view) > nbytes:
-        checks.append(("CRC-32C", columns.crc[row].tobytes(), bytes(view[nbytes:])))
-    for name, wanted, found in checks:
-        if wanted != found:
+    if len(view) not in (stored, stored + CRC_BYTES):
+        raise Damaged(f"{_place(header, row)}: wanted {stored} bytes, found {len(view)}: truncated")
+    chunk, behind = view[:stored], view[stored:]
+
+    def check(name: str, column: np.ndarray, found: bytes) -> None:
+        if (wanted := column[row].tobytes()) != found:
             raise Damaged(
                 f"{_place(header, row)}: wanted {name} {wanted.hex()}, found {found.hex()}"
             )
 
+    if header.compression is None:
+        check("digest", columns.digest, xxhash.xxh3_128_digest(chunk))
+    else:
+        check("CRC-32C", columns.crc, crc32c.crc32c(chunk).to_bytes(CRC_BYTES, "little"))
+        try:
+            digest = inflater().digest(chunk, nbytes)
+        except Damaged as error:
+            raise Damaged(f"{_place(header, row)}: {error}") from error
+        check("digest", columns.digest, digest)
+    if behind:
+        check("CRC-32C", columns.crc, bytes(behind))
+
 
 def payload_ranges(header: Header) -> np.ndarray:
-    """First byte and length of each chunk together with its CRC, i64[n, 2] in table order."""
+    """First byte and length of each chunk as it is stored, with its CRC: i64[n, 2], by row."""
     columns = header.columns
-    length = columns.nbytes + np.uint64(CRC_BYTES)
+    length = columns.stored + np.uint64(CRC_BYTES)
     return np.stack([columns.offset, length], axis=1).astype(np.int64)
 
 
@@ -469,32 +357,6 @@ def _place(header: Header, row: int) -> str:
     spec = header.arrays[columns.array[row]]
     at = tuple(columns.grid[row, : len(spec.shape)].tolist())
     return f"{header.where}: {spec.param}, chunk {at} at byte {columns.offset[row]}"
-
-
-def _fault(arrays: Sequence[ArraySpec]) -> str | None:
-    """What is wrong with these specs, whatever source they come from; None if nothing."""
-    names: set[str] = set()
-    fine: set[tuple[str, int, int]] = set()  # by identity: True is equal to 1
-    for a in arrays:
-        if type(a.param) is not str or a.param in names or not _is_utf8(a.param):
-            return f"array name {a.param!r} is no text, or is there twice"
-        names.add(a.param)
-        looked_at = (a.dtype, id(a.shape), id(a.chunk_shape))
-        if type(a.dtype) is str and looked_at in fine:
-            continue
-        if type(a.dtype) is not str or a.dtype not in _DTYPES:
-            return f"{a.param}: dtype {a.dtype!r} is none of {', '.join(_DTYPES)}"
-        if len(a.shape) != len(a.chunk_shape) or len(a.shape) > _MAX_DIMENSIONS:
-            return f"{a.param}: chunks of {a.chunk_shape} have not the rank of {a.shape}"
-        cells, chunk_bytes = 1, _DTYPES[a.dtype].itemsize
-        for n, c in zip(a.shape, a.chunk_shape, strict=True):
-            if type(n) is not int or type(c) is not int or n < 0 or c < 1 or n % c:
-                return f"{a.param}: chunks of {a.chunk_shape} do not tile {a.shape}"
-            cells, chunk_bytes = cells * (n // c), chunk_bytes * c
-        if cells >= _MAX_COUNT or chunk_bytes >= _MAX_COUNT:
-            return f"{a.param}: {a.shape} in chunks of {a.chunk_shape} is beyond 2**62"
-        fine.add(looked_at)
-    return None
 
 
 def _json(value: Any) -> bytes:
@@ -509,10 +371,3 @@ def _meta_json(meta: dict[str, Any]) -> bytes:
         return _json(meta)
     except (TypeError, ValueError, RecursionError) as error:
         raise Misuse(f"meta is no JSON value: {error}") from error
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False

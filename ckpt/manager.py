@@ -480,6 +480,7 @@ class CheckpointManager:
                 self._keeper.saved,
                 self._unheard.append,
                 timeout_s=self._timeout_s,
+                compression=self.tier.compression,
             )
             self._belongings.writer = self._writer
         return self._writer

@@ -18,12 +18,19 @@ import numpy.typing as npt
 
 from ckpt.btree import Database, Entries, encode
 from ckpt.errors import Damaged, Misuse
+from ckpt.frames import LEVEL
 from ckpt.grid import CRC_BYTES
 from ckpt.image import ArraySpec, Header, dtype_of
 from ckpt.wording import counted
 
 # A zero as zarr wants it in JSON, by the start of the dtype's name; 0.0 for all others.
 _FILLS: dict[str, Any] = {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}
+
+# What stands between the bytes of a chunk and the CRC, by compression.
+_CODECS: dict[str | None, list[Any]] = {
+    None: [],
+    "zstd": [{"name": "zstd", "configuration": {"level": LEVEL}}],
+}
 
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
@@ -42,17 +49,18 @@ def index(
     `image_paths[i]` is the image of `headers[i]`, and `node_path` the file that will hold the
     nodes, all relative to the folder of the manifest. Where images are cut between chunks,
     `objects[i]` has (first byte, path) of each object of `headers[i]`, in order. `uuid` (16 bytes)
-    and `time_ns` (since 1970) come from the attempt. A value is a chunk's bytes with the CRC-32C
-    behind them.
+    and `time_ns` (since 1970) come from the attempt. A value is a chunk's bytes, or the zstd frame
+    that they are stored as, with the CRC-32C behind them.
 
     Raises:
-        Damaged: images disagree about an array, or a chunk is in two of them or in none. (A
-            chunk left out would read as zeros.)
+        Damaged: images disagree about an array, or a chunk is in two of them or in none (a chunk
+            left out would read as zeros); or some of them are compressed and others not.
         Misuse: a path or name that readers refuse.
         Unsupported: a dtype that TensorStore cannot read.
     """
     if len(headers) != len(image_paths):
         raise Misuse(f"index: wanted {len(headers)} paths, one per image; found {len(image_paths)}")
+    compression = _compression_of(headers, image_paths)
     arrays = _arrays_of(headers, image_paths)
     number = {spec.param: row for row, spec in enumerate(arrays)}
     tables = [header.columns for header in headers]
@@ -89,29 +97,33 @@ def index(
         files=[path for row in rows for _, path in row],
         file=np.concatenate([np.full(len(arrays), -1), *file]),
         offset=np.concatenate([absent, *offset]),
-        length=np.concatenate([absent, *(table.nbytes + np.uint64(CRC_BYTES) for table in tables)]),
-        inline=[zarr_metadata(spec) for spec in arrays],
+        length=np.concatenate([absent, *(table.stored + np.uint64(CRC_BYTES) for table in tables)]),
+        inline=[zarr_metadata(spec, compression) for spec in arrays],
     )
     return encode(entries, node_path, uuid, time_ns)
 
 
-def zarr_metadata(spec: ArraySpec) -> bytes:
+def zarr_metadata(spec: ArraySpec, compression: str | None = None) -> bytes:
     """The `zarr.json` (zarr v3) of an array: regular grid, little-endian bytes, then CRC-32C.
+
+    With `compression` "zstd" there is a frame of it between the two.
 
     Raises `Unsupported` for a dtype that TensorStore cannot read.
     """
-    return _zarr_metadata(spec.dtype, spec.shape, spec.chunk_shape)
+    return _zarr_metadata(spec.dtype, spec.shape, spec.chunk_shape, compression)
 
 
 @functools.lru_cache(maxsize=65536)
-def _zarr_metadata(dtype: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> bytes:
+def _zarr_metadata(
+    dtype: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...], compression: str | None
+) -> bytes:
     # Elements of one byte, and smaller ones, which take a byte each, have no byte order.
     endian = {"configuration": {"endian": "little"}} if dtype_of(dtype).itemsize > 1 else {}
     fill = next((zero for kind, zero in _FILLS.items() if dtype.startswith(kind)), 0.0)
     metadata = {
         "chunk_grid": {"configuration": {"chunk_shape": chunk_shape}, "name": "regular"},
         "chunk_key_encoding": {"configuration": {"separator": "/"}, "name": "default"},
-        "codecs": [{"name": "bytes", **endian}, {"name": "crc32c"}],
+        "codecs": [{"name": "bytes", **endian}, *_CODECS[compression], {"name": "crc32c"}],
         "data_type": dtype,
         "fill_value": fill,
         "node_type": "array",
@@ -119,6 +131,17 @@ def _zarr_metadata(dtype: str, shape: tuple[int, ...], chunk_shape: tuple[int, .
         "zarr_format": 3,
     }
     return _JSON.encode(metadata).encode()
+
+
+def _compression_of(headers: Sequence[Header], image_paths: Sequence[str]) -> str | None:
+    """How the chunks of all images are stored: `zarr.json` says it once for an array."""
+    found = {header.compression: path for header, path in zip(headers, image_paths, strict=True)}
+    if len(found) > 1:
+        raise Damaged(
+            f"{found.pop('zstd')} is compressed and {found.pop(None)} is not: they are not of one "
+            "step, or their processes were given tiers with different compression="
+        )
+    return next(iter(found), None)
 
 
 def _arrays_of(headers: Sequence[Header], image_paths: Sequence[str]) -> list[ArraySpec]:

@@ -21,7 +21,7 @@ def cuts(header: Header, limit_bytes: int | None) -> list[int]:
     if limit_bytes is None or header.size_bytes <= limit_bytes:
         return []
     columns = header.columns
-    ends = columns.offset.astype(np.int64) + columns.nbytes.astype(np.int64) + CRC_BYTES
+    ends = columns.offset.astype(np.int64) + columns.stored.astype(np.int64) + CRC_BYTES
     behind = round_up(int(ends.max(initial=PAGE_BYTES)), PAGE_BYTES)
     borders = np.unique(np.append(columns.offset.astype(np.int64), behind))
     borders = borders[(borders > 0) & (borders < header.size_bytes)]

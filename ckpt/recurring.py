@@ -44,9 +44,11 @@ def _alike(one: Header, other: Header) -> bool:
     return (
         one.tree == other.tree
         and one.arrays == other.arrays
+        and one.compression == other.compression
         and np.array_equal(a.array, b.array)
         and np.array_equal(a.grid, b.grid)
         and np.array_equal(a.offset, b.offset)
+        and np.array_equal(a.stored, b.stored)
     )
 
 

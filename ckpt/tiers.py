@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ckpt.errors import Misuse
 from ckpt.retention import Keep
@@ -17,7 +18,14 @@ class Shared:
     every: int = 1
     """Save the steps that are multiples of this."""
     keep: Keep = field(default_factory=Keep)
+    compression: Literal["zstd"] | None = None
+    """How the chunks of steps are stored there. Compressing takes time in the background and, until
+    the step is written, memory beside the arena, of the size of the compressed step. It pays where
+    the store is slow, or values repeat; float weights shrink by a tenth. Steps say themselves how
+    they are stored: a run may change it at any time, in all its processes."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise Misuse(f"Shared(every={self.every}): wanted at least 1")
+        if self.compression not in (None, "zstd"):
+            raise Misuse(f"Shared(compression={self.compression!r}): wanted 'zstd' or None")

@@ -246,7 +246,7 @@ def check_chunks(step: OpenStep, progress: Progress | None = None) -> tuple[list
 
 def _runs(header: Header) -> Iterator[tuple[int, int]]:
     """Rows [first, stop) whose chunks lie close together; a large chunk is a run by itself."""
-    offsets, sizes = header.columns.offset.tolist(), header.columns.nbytes.tolist()
+    offsets, sizes = header.columns.offset.tolist(), header.columns.stored.tolist()
     first = 0
     for row in range(1, len(offsets) + 1):
         if (
@@ -262,7 +262,7 @@ def _check_rows(
     header: Header, reader: ImageReader, rows: tuple[int, int]
 ) -> list[tuple[int, str]]:
     first, stop = rows
-    offsets, sizes = header.columns.offset, header.columns.nbytes
+    offsets, sizes = header.columns.offset, header.columns.stored
     start = int(offsets[first])
     end = int(offsets[stop - 1]) + int(sizes[stop - 1]) + image.CRC_BYTES
     try:

@@ -123,6 +123,7 @@ class Writer:
     """Works off jobs in order.
 
     Args:
+        compression: that of the tier; images are compressed before they are written.
         committed: called on process 0 after a step is acknowledged.
         failed: told what `committed` raised, which no Pending can tell any more.
         timeout_s: how long process 0 waits for the parts of the others.
@@ -136,8 +137,10 @@ class Writer:
         failed: Callable[[BaseException], None],
         *,
         timeout_s: float,
+        compression: str | None = None,
     ) -> None:
         self._store = store
+        self._compression = compression
         self._processes = processes
         self._committed = committed
         self._failed = failed
@@ -151,7 +154,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its slot is released when the image is durable."""
+        """Queue a job; its slot is released when the image is durable, or compressed elsewhere."""
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -198,13 +201,17 @@ class Writer:
             with self._explained(step):
                 try:
                     attempts.look(self._store, step.attempt)
-                    data = job.slot.buffer[: job.header.size_bytes]
-                    commit.write_image(self._store, making, job.header, data)
+                    header, data = job.header, job.slot.buffer[: job.header.size_bytes]
+                    if self._compression is not None:
+                        header, data = _compressed(header, data)
+                        job.slot.release()
+                    commit.write_image(self._store, making, header, data)
                 finally:
                     job.slot.release()
-                part = commit.part_of(job.header)
+                del data  # what was compressed takes memory no longer than it must
+                part = commit.part_of(header)
                 self._store.put(f"{making}/{layout.part_name(step.attempt, here)}", part.emit())
-            size_bytes = matter.decide("outcome", lambda: self._commit(job, making, matter))
+            size_bytes = matter.decide("outcome", lambda: self._commit(job, header, making, matter))
         if here != 0:
             return None
         if self._settled is not None:
@@ -217,10 +224,10 @@ class Writer:
             "bytes": size_bytes,
         }
 
-    def _commit(self, job: Job, making: str, matter: Matter) -> int:
+    def _commit(self, job: Job, own: Header, making: str, matter: Matter) -> int:
         """Process 0: the parts of all, the small files, the marker. Returns the bytes of all."""
         with self._explained(job.id):
-            headers = self._all_headers(making, job.id, job.header, matter)
+            headers = self._all_headers(making, job.id, own, matter)
             marker = commit.finish(self._store, job.id, headers, self._known)
             commit.publish(self._store, job.id, marker, job.line, owner=job.id.attempt)
         return sum(header.size_bytes for header in headers)
@@ -263,6 +270,12 @@ class Writer:
                 pause_s = min(_POLL_LIMIT_S, pause_s * 1.5)
             headers.append(commit.read_header(self._store, making, part))
         return headers
+
+
+def _compressed(header: Header, data: memoryview) -> tuple[Header, memoryview]:
+    from ckpt.compressing import compressed  # here: most tiers have no use for it
+
+    return compressed(header, data)
 
 
 def matter_of(step: StepId) -> str:

@@ -311,8 +311,8 @@ def test_foreign_and_empty_files_are_refused() -> None:
 def test_a_newer_format_is_named() -> None:
     raw, _ = small_image()
     page = bytearray(raw[:PAGE])
-    struct.pack_into("<I", page, 8, 2)
-    with pytest.raises(Unsupported, match="here: image format 2; this release reads format 1"):
+    struct.pack_into("<I", page, 8, 3)
+    with pytest.raises(Unsupported, match="here: image format 3; this release reads formats 1 and 2"):
         decoded(sealed(page, raw[PAGE:]))
 
 

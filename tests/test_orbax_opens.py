@@ -17,7 +17,7 @@ import pytest
 import tensorstore as ts
 from orbax_steps import ATTEMPT, STEP, Leaf, Nothing, Pair, mesh_sharding, sample_tree, write_step
 
-from ckpt import image, ocdbt, orbax_json
+from ckpt import image, ocdbt, orbax_json, specs
 from ckpt.image import ArraySpec
 
 with warnings.catch_warnings():
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Sharding info not provided when restoring:UserWarning"
 )
 
-DTYPES = sorted(image._DTYPES)
+DTYPES = sorted(specs.DTYPES)
 
 
 @pytest.fixture(scope="module")
