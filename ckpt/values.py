@@ -2,7 +2,8 @@
 
 Held exactly: jax arrays, NumPy arrays and scalars (byte order included), typed PRNG keys, Python's
 bool, int, float, complex, str and bytes. Not kept: memory order of NumPy arrays (they come back in
-C order) and the class of `np.memmap` (comes back as `np.ndarray`). Everything else is refused.
+C order) and the classes of `np.memmap` and of JAX's float0 (they come back as `np.ndarray`).
+Everything else is refused.
 """
 
 from __future__ import annotations
