@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-import crc32c
 import numpy as np
 import numpy.typing as npt
+from awscrt import checksums
 
 from ckpt.errors import Misuse
 
@@ -260,7 +260,7 @@ def _frame(magic: int, body: Sequence[bytes]) -> bytes:
     """Magic, length of the frame, version 0, compression 0, the body, and a CRC-32C of it all."""
     size = 4 + 8 + 2 + sum(map(len, body)) + 4
     frame = b"".join((struct.pack(">I", magic), struct.pack("<QH", size, 0), *body))
-    return frame + struct.pack("<I", crc32c.crc32c(frame))
+    return frame + struct.pack("<I", checksums.crc32c(frame))
 
 
 def _varints(values: npt.ArrayLike) -> bytes:

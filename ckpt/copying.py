@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import crc32c
 import numpy as np
 import xxhash
+from awscrt import checksums
 
 from ckpt.grid import CRC_BYTES, Places, is_range
 
@@ -87,7 +87,7 @@ class _Sink:
         for at in range(start, start + count * room, room):
             view = self.view[at : at + size]
             digests.append(xxhash.xxh3_128_digest(view))
-            crcs.append(crc32c.crc32c(view))
+            crcs.append(checksums.crc32c(view))
         rows = slice(first, first + count)
         self.digest[rows] = np.frombuffer(b"".join(digests), np.uint8).reshape(count, 16)
         self.crc[rows] = crcs
@@ -102,7 +102,7 @@ class _Sink:
             self.target[start + at : start + stop] = raw[at:stop]
             view = self.view[start + at : start + stop]
             hasher.update(view)
-            crc = crc32c.crc32c(view, crc)
+            crc = checksums.crc32c(view, crc)
         self._finish(row, hasher.digest(), crc)
 
     def put_strided(self, row: int, block: np.ndarray) -> None:
@@ -111,7 +111,7 @@ class _Sink:
         end = start + self.nbytes[row]
         self.target[start:end].view(block.dtype).reshape(block.shape)[...] = block
         view = self.view[start:end]
-        self._finish(row, xxhash.xxh3_128_digest(view), crc32c.crc32c(view))
+        self._finish(row, xxhash.xxh3_128_digest(view), checksums.crc32c(view))
 
     def _finish(self, row: int, digest: bytes, crc: int) -> None:
         self._digest_view[16 * row : 16 * row + 16] = digest
