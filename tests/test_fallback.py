@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from damaged_steps import (
     Stream,
     bits,
     flip,
-    save_steps,
+    saved_run,
     state_of,
     tree_bytes,
 )
@@ -38,11 +37,7 @@ SEED = int(os.environ.get("DAMAGE_SEED", time.time_ns() % 1_000_000))
 
 @pytest.fixture(scope="module")
 def saved() -> Iterator[Path]:
-    """A run with four steps, in memory if possible; copied by whoever damages it for good."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=base, prefix="lastgood-damage-") as name:
-        root = Path(name, "run")
-        save_steps(root, range(1, 5))
+    with saved_run() as root:
         yield root
 
 

@@ -1,16 +1,19 @@
-"""The command line: `python -m tools.bench checkpoint`."""
+"""The command line: `python -m tools.bench checkpoint`, `python -m tools.bench damage`."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from tools.bench.cases import NAMES, cases_of
 from tools.bench.pairs import Plan, WorkerFailedError, WrongValuesError, progress
@@ -18,6 +21,7 @@ from tools.bench.sides import ORBAX, OURS, PEERS, PLAIN_ORBAX
 from tools.bench.table import WIDTH, show, to_json
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 _DISK_FACTOR = 5  # bytes that one side may have on disk at a time, by those of the state
 
 
@@ -78,6 +82,40 @@ def checkpoint(
     else:
         console = Console()
         show(results, console if console.width >= WIDTH else Console(width=WIDTH))
+
+
+@app.command()
+def damage(
+    damages: Annotated[int, typer.Option(min=1, help="To our step, and to one of Orbax.")] = 1000,
+    seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
+) -> None:
+    """Damage the files of a step, and see who finds it: ours, TensorStore, Orbax.
+
+    Exit codes: 0 all was found in our steps, 1 something was not, 2 wrong use.
+    """
+    # Before JAX is there: a leaf in several chunks, and no accelerator needed.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FOUR_DEVICES}".strip()
+    from tools.bench import damage_table
+    from tools.bench.damaged_run import survey
+
+    signal.signal(signal.SIGTERM, _stop)
+    drawn = time.time_ns() % 1_000_000 if seed is None else seed
+    quiet = Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="lastgood-damage-") as name,
+        Progress(console=quiet, transient=True, disable=not quiet.is_terminal) as progress,
+    ):
+        task = progress.add_task("damages looked at", total=5 * damages)
+        found = survey(Path(name), damages, drawn, tell=lambda: progress.advance(task))
+    if as_json:
+        typer.echo(json.dumps(damage_table.to_json(found), indent=1))
+    else:
+        console = Console()
+        damage_table.show(found, console if console.width >= WIDTH else Console(width=WIDTH))
+    if not all(each.is_found for each in found.ours):
+        raise typer.Exit(1)
 
 
 def _stop(number: int, _frame: object) -> None:
