@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import xxhash
@@ -21,7 +21,7 @@ from ckpt.image import ArraySpec, Header, decode
 from ckpt.layout import Part
 from ckpt.leaves import EmptySpec, LeafSpec, each_from_json
 from ckpt.lineage import Lineage, Remain, StepId
-from ckpt.recurring import Basis, Recurring, Template
+from ckpt.recurring import Contents, Places, Recurring, Template
 from ckpt.store import Store
 
 Json = Any
@@ -89,8 +89,6 @@ class _Same:
     """What is the same in all steps of an attempt that have one structure."""
 
     files: dict[str, bytes]
-    index: ocdbt.Database
-    """Under some uuid and time."""
     arrays: int
     digested: list[str]
     """Params of the leaves with digests, in the order of the tree record."""
@@ -98,10 +96,17 @@ class _Same:
     """`tree.json` from the digests of these leaves."""
 
 
-Known = Recurring[_Same]
+@final
+class Known:
+    """What other steps have as well: the files of their structure, and an index of their chunks."""
+
+    def __init__(self) -> None:
+        self.same: Recurring[_Same] = Recurring()
+        self.index: Recurring[ocdbt.Database] = Recurring()
+        """Under some uuid and time."""
 
 
-def _same(headers: Sequence[Header], index: ocdbt.Database) -> _Same:
+def _same(headers: Sequence[Header]) -> _Same:
     meta, tree = headers[0].meta, _parse_tree(headers[0])
     leaves = list(each_from_json(tree["leaves"]))
     empty = [EmptySpec.from_json(node) for node in tree["empty"]]
@@ -116,7 +121,6 @@ def _same(headers: Sequence[Header], index: ocdbt.Database) -> _Same:
         init_ns=meta["time_ns"],
         commit_ns=meta["time_ns"],
     )
-    files[layout.index_name(meta["attempt"])] = index.nodes
     digested = [spec.param for spec in arrays]
     template = Template.cut(
         lambda digest: _tree(tree, leaves, dict.fromkeys(digested, digest)), len(digested)
@@ -127,7 +131,7 @@ def _same(headers: Sequence[Header], index: ocdbt.Database) -> _Same:
             return layout.close(template.fill(digests))
         return layout.close(_tree(tree, leaves, dict(zip(digested, digests, strict=True))))
 
-    return _Same(files, index, len(arrays), digested, record)
+    return _Same(files, len(arrays), digested, record)
 
 
 def _parse_tree(header: Header) -> dict[str, Json]:
@@ -162,17 +166,19 @@ def step_files(
                 f"found (step, attempt, process) = {found}"
             )
 
-    def make() -> _Same:
-        return _same(headers, _index(headers, attempt, cut_bytes))
-
+    known = Known() if known is None else known
+    contents = Contents(tuple(headers), (attempt, record["device"]))
+    same = known.same.get(contents, lambda: _same(headers))
     # The names of objects have the size of the image, which changes with figures and texts.
     cut = cut_bytes and (cut_bytes, *(header.size_bytes for header in headers))
-    basis = Basis(tuple(headers), (attempt, record["device"], cut))
-    same = make() if known is None else known.get(basis, make)
-    index = renewed(same.index, _uuid(headers), meta["time_ns"])
+    index = known.index.get(
+        Places(same, tuple(headers), (cut,)), lambda: _index(headers, attempt, cut_bytes)
+    )
+    index = renewed(index, _uuid(headers), meta["time_ns"])
     digests = leaf_digests(headers)
     files = {
         **same.files,
+        layout.index_name(attempt): index.nodes,
         layout.ORBAX_STEP: orbax_json.checkpoint_metadata(
             layout.ITEM, init_ns=meta["time_ns"], commit_ns=meta["time_ns"]
         ),

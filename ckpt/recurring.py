@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -21,35 +21,65 @@ _PLACEHOLDER = "#" * 32
 _SPLIT = f'"digest":"{_PLACEHOLDER}"'.encode()
 
 
+class Basis(Protocol):
+    """All that something is made from."""
+
+    def is_like(self, other: Any) -> bool:
+        """Whether the same comes of both, which are of one class."""
+
+
 @dataclass(frozen=True, eq=False)
-class Basis:
-    """All that the recurring parts of the small files are made from."""
+class Contents:
+    """What the recurring small files are made from, but for the index."""
 
     headers: tuple[Header, ...]
-    """Of them only trees, arrays and the places of chunks."""
+    """Of them only trees, arrays, and which chunks there are."""
     rest: tuple[Any, ...]
     """Whatever else there is, compared as it is."""
 
-    def is_like(self, other: Basis) -> bool:
+    def is_like(self, other: Contents) -> bool:
         """Whether the same comes of both."""
         return (
             self.rest == other.rest
             and len(self.headers) == len(other.headers)
-            and all(map(_alike, self.headers, other.headers))
+            and all(map(_hold_alike, self.headers, other.headers))
         )
 
 
-def _alike(one: Header, other: Header) -> bool:
+@dataclass(frozen=True, eq=False)
+class Places:
+    """What an index is made from. In compressed images chunks move from step to step."""
+
+    of: object
+    """What was made of the `Contents` of these headers: the very same thing."""
+    headers: tuple[Header, ...]
+    """Of them only the places of chunks."""
+    rest: tuple[Any, ...]
+
+    def is_like(self, other: Places) -> bool:
+        """Whether the same comes of both."""
+        return (
+            self.of is other.of
+            and self.rest == other.rest
+            and all(map(_lie_alike, self.headers, other.headers))
+        )
+
+
+def _hold_alike(one: Header, other: Header) -> bool:
     a, b = one.columns, other.columns
     return (
         one.tree == other.tree
         and one.arrays == other.arrays
-        and one.compression == other.compression
         and np.array_equal(a.array, b.array)
         and np.array_equal(a.grid, b.grid)
-        and np.array_equal(a.offset, b.offset)
-        and np.array_equal(a.stored, b.stored)
     )
+
+
+def _lie_alike(one: Header, other: Header) -> bool:
+    a, b = one.columns, other.columns
+    if one.compression != other.compression or not np.array_equal(a.offset, b.offset):
+        return False
+    return one.compression is None or np.array_equal(a.stored, b.stored)
 
 
 @final

@@ -91,6 +91,10 @@ class Inspection:
     data: tuple[DataState, ...] = ()
     environment: Mapping[str, Json] = field(default_factory=dict)
     damage: tuple[str, ...] = ()
+    payload_bytes: int | None = None
+    """Of the values, as they are when they are read; None: nothing tells."""
+    compression: str | None = None
+    """How the values are stored; None: as they are, or nothing tells."""
 
 
 def inspect(location: str, *, step: int | None = None, glob: str | None = None) -> Inspection:
@@ -134,10 +138,12 @@ def _refuse_number(location: str, step: int | None) -> None:
 
 def _of_ours(store: Store, step: StepId) -> Inspection:
     damage: list[str] = []
+    compression = None
     try:
         opened: OpenStep | None = open_step(store, step)
         assert opened is not None
         manifest, leaves = opened.manifest, opened.leaves
+        compression = next((each.compression for each in opened.headers), None)
         damage += map(str, opened.damage)
     except (Damaged, Unsupported) as error:
         # As much as can be told is told.
@@ -160,6 +166,8 @@ def _of_ours(store: Store, step: StepId) -> Inspection:
         tuple(data_state(name, entry) for name, entry in sorted(manifest.data.items())),
         manifest.environment,
         tuple(damage),
+        manifest.payload_bytes,
+        compression,
     )
 
 

@@ -173,7 +173,10 @@ def inspect(found: Inspection) -> View:
     yield from _table(("dtype", ">leaves", ">elements", ">bytes"), cells)
     shown = "" if len(found.leaves) == found.leaf_count else f"{len(found.leaves)} of "
     leaves = counted(found.leaf_count, "leaf", "leaves")
-    yield _text(f"{shown}{leaves}; the step occupies {size(found.size_bytes)}")
+    packed = ""
+    if found.compression is not None and found.payload_bytes is not None:
+        packed = f", its values compressed ({found.compression}) from {size(found.payload_bytes)}"
+    yield _text(f"{shown}{leaves}; the step occupies {size(found.size_bytes)}{packed}")
     hidden = [leaf.name for leaf in found.leaves if leaf.hidden_from_orbax]
     if hidden:
         yield _text(f"hidden from Orbax: {', '.join(hidden)}")
