@@ -21,6 +21,14 @@ ARRAYS = frozenset({"jax", "numpy", "numpy_scalar"})
 SCALARS = {"bool": "bool", "int": "int64", "float": "float64", "complex": "complex128"}
 """Python's scalars, each with the dtype in which it is stored as an array of no dimension."""
 
+_WEAK = {
+    "bool": ("bool",),
+    "int": ("int32", "int64"),
+    "float": ("float32", "float64"),
+    "complex": ("complex64", "complex128"),
+}
+"""What jax makes of Python's scalars, without and with 64 bits: arrays of a weak type."""
+
 KINDS = ARRAYS | SCALARS.keys() | {"str", "bytes", "key"}
 MAX_DIMENSIONS = 64
 READABLE_DIMENSIONS = 32
@@ -219,9 +227,10 @@ def differences(saved: Iterable[LeafSpec], wanted: Iterable[LeafSpec]) -> list[s
     """All differences between two lists of leaves, one line each, sorted by leaf name.
 
     Leaves are paired by name. jax arrays, NumPy arrays and NumPy scalars differ by dtype and shape
-    only; a Python scalar counts as the 0-d array in which it is stored (`int` as int64); keys
-    differ by implementation and shape. Byte order, memory kind, weak type and sharding are no
-    differences: the template decides them.
+    only; a Python scalar counts as the 0-d array in which it is stored (`int` as int64), and a
+    weakly typed array of no dimension as the Python scalar that jax made it of: after a jitted step
+    a state has these in place of those. Keys differ by implementation and shape. Byte order, memory
+    kind, weak type and sharding are no differences: the template decides them.
     """
     saved, wanted = list(saved), list(wanted)
     if len(saved) == len(wanted) and all(map(_equal, saved, wanted)):
@@ -245,6 +254,8 @@ def _equal(found: LeafSpec, wanted: LeafSpec) -> bool:
 def _agree(found: LeafSpec, wanted: LeafSpec) -> bool:
     if found.kind == wanted.kind and found.kind not in ARRAYS:
         return found.shape == wanted.shape and found.impl == wanted.impl
+    if found.weak_type and found.shape == () and wanted.kind in SCALARS:
+        return found.dtype in _WEAK[wanted.kind]
     return (
         {found.kind, wanted.kind} <= ARRAYS | SCALARS.keys()
         and found.dtype.removeprefix(">") == wanted.dtype.removeprefix(">")

@@ -204,6 +204,8 @@ def _as(saved: LeafSpec, target: LeafSpec) -> LeafSpec:
     """The saved leaf, to be revived as what the template has in its place."""
     if saved is target or saved.storage_dtype is None or saved.kind == "key":
         return saved
+    if target.kind in leaves.SCALARS:
+        return saved._replace(kind=target.kind)
     kind = "numpy" if target.kind == "jax" else target.kind
     return saved._replace(kind=kind, dtype=target.dtype)
 

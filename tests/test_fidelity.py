@@ -261,3 +261,25 @@ def test_a_template_of_another_kind_of_leaf_is_refused_by_name(run: Path) -> Non
         "big/0: wanted Python float, found Python int",
         "float/0: wanted Python int, found Python float",
     )
+
+
+def test_numbers_of_python_come_back_from_what_jit_made_of_them(tmp_path: Path) -> None:
+    start = {"step": 0, "rate": 0.0, "phase": 0j}
+    state = jax.jit(
+        lambda s: {"step": s["step"] + 1, "rate": s["rate"] + 0.1, "phase": s["phase"] + 1j}
+    )(start)
+    assert [state[name].weak_type for name in start] == [True] * 3
+    ckpt.save(tmp_path / "run", state)
+    found = ckpt.restore(tmp_path / "run", start).state
+    assert same(found, {name: value.item() for name, value in state.items()})
+    for name, other in (("step", 0.0), ("step", np.int64(0)), ("rate", 0), ("phase", False)):
+        with pytest.raises(ckpt.Mismatch, match=f"{name}: wanted"):
+            ckpt.restore(tmp_path / "run", {**start, name: other})
+    strong = {"step": jnp.zeros((), jnp.int32), "vector": jnp.full(1, 3)}
+    ckpt.save(tmp_path / "strong", strong)
+    with pytest.raises(ckpt.Mismatch) as caught:
+        ckpt.restore(tmp_path / "strong", {"step": 0, "vector": 3})
+    assert caught.value.differences == (
+        "step: wanted Python int, found int32[]",
+        "vector: wanted Python int, found int32[1]",
+    )
