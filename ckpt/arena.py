@@ -16,16 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import mmap
 import os
-import re
-import socket
-import stat
-import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,19 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from ckpt.errors import Damaged, InUse, Misuse, StoreFailed, Unsupported
+from ckpt.errors import Damaged, Misuse, StoreFailed, Unsupported
 from ckpt.grid import PAGE_BYTES, round_up
 from ckpt.image import Header, decode
+from ckpt.owning import own, remove_files, slot_name, slot_numbers
 from ckpt.wording import counted
 
-_SHARED_MEMORY = Path("/dev/shm")
-_SLOT_NAME = re.compile(r"slot-(0|[1-9][0-9]{0,3})")
-_LOCK_NAME = "lock"
-_FORMAT = "lastgood arena 1"
 _GROW_BYTES = 2**20  # slots grow in these steps, with that much to spare for a longer table
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -57,15 +45,6 @@ class StoredImage:
     header: Header
 
 
-@dataclass(frozen=True)
-class StaleArena:
-    """An arena without a live owner. `size_bytes` is what its slots occupy."""
-
-    directory: Path
-    owner: dict[str, Any]
-    size_bytes: int
-
-
 class Slot:
     """A slot in the hands of one holder, until `release`; its bytes stay until the next claim."""
 
@@ -73,7 +52,7 @@ class Slot:
         self._arena = arena
         self._released = False
         self.number = number
-        self.path = arena.directory / _slot_name(number)
+        self.path = arena.directory / slot_name(number)
         self.buffer = memoryview(mapping)
         """Writable, page-aligned; at least as long as was claimed."""
 
@@ -106,7 +85,11 @@ class Arena:
         self._order: list[int] = []  # slots by their last claim, oldest first
         self._maps: dict[int, mmap.mmap] = {}
         self._closed = False
-        self._lock_fd, self._directory_fd = _own(self.directory, _owner_text(owner))
+        self._preparing: threading.Thread | None = None
+        self._warming: int | None = None  # the slot that it is at: a claim waits for it
+        self._remove_at_end: bool | None = None
+        is_here = any(arena.directory == self.directory for arena in list(_live))
+        self._lock_fd, self._directory_fd = own(self.directory, owner, is_here=is_here)
         _live.add(self)
         try:
             full = {image.slot for image in self.valid_images()}
@@ -124,9 +107,11 @@ class Arena:
         """
         with self._free:
             self._must_be_open()
-            usable = self._free.wait_for(lambda: self._closed or self._next(), timeout_s)
+            self._free.wait_for(self._has_next, timeout_s)
+            # A slot that is only being warmed is about to come: to wait for it is no time-out.
+            self._free.wait_for(lambda: self._warming is None or self._has_next())
             self._must_be_open()
-            if not usable:
+            if not self._has_next():
                 raise StoreFailed(
                     f"{self.directory}: none of {counted(self.slots, 'slot')} came free "
                     f"within {timeout_s} s: "
@@ -143,7 +128,51 @@ class Arena:
         with self._free:
             self._order.remove(number)
             self._order.append(number)
+        self.prepare(nbytes)
         return Slot(self, number, mapping)
+
+    def prepare(self, nbytes: int) -> None:
+        """Grow and prefault the free slots in the background: a claim of `nbytes` finds them warm.
+
+        Where there is no room nothing is said; the claim that needs it will.
+        """
+        with self._free:
+            self._must_be_open()
+            if self._preparing is None and any(self._is_cold(k, nbytes) for k in self._next()):
+                self._preparing = threading.Thread(
+                    target=self._prepare, args=(nbytes,), name="ckpt-prefault"
+                )
+                try:
+                    self._preparing.start()
+                except RuntimeError:  # the interpreter ends, or has all the threads it may have
+                    self._preparing = None
+
+    def _prepare(self, nbytes: int) -> None:
+        try:
+            while True:
+                with self._free:
+                    cold = [k for k in self._next() if self._is_cold(k, nbytes)]
+                    if self._closed or not cold:
+                        break
+                    self._warming = cold[0]
+                try:
+                    self._mapped(cold[0], nbytes)
+                except StoreFailed:
+                    break
+                finally:
+                    with self._free:
+                        self._warming = None
+                        self._free.notify_all()
+        finally:
+            with self._free:
+                self._preparing = None
+                remove = self._remove_at_end
+            if remove is not None:
+                self._end(remove=remove)
+
+    def _is_cold(self, number: int, nbytes: int) -> bool:
+        mapping = self._maps.get(number)
+        return mapping is None or len(mapping) < nbytes
 
     def adopt(self, number: int) -> Slot:
         """Hold the slot of a `StoredImage` as it is, so that it is not claimed for something else.
@@ -171,8 +200,8 @@ class Arena:
         """
         self._must_be_open()
         found = []
-        for number in _slot_numbers(self._directory_fd):
-            path = self.directory / _slot_name(number)
+        for number in slot_numbers(self._directory_fd):
+            path = self.directory / slot_name(number)
             with self._opened(number, os.O_RDONLY) as fd, contextlib.suppress(Damaged, Unsupported):
 
                 def read(offset: int, length: int, fd: int = fd) -> bytes:
@@ -192,9 +221,18 @@ class Arena:
                 return
             self._closed = True
             self._free.notify_all()
+            preparing = self._preparing
+            if preparing is threading.current_thread():  # a finalizer, run in passing
+                self._remove_at_end = remove
+                return
+        if preparing is not None:
+            preparing.join()
+        self._end(remove=remove)
+
+    def _end(self, *, remove: bool) -> None:
         self._maps.clear()
         if remove:
-            _remove(self.directory, self._directory_fd)
+            remove_files(self.directory, self._directory_fd)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -205,6 +243,9 @@ class Arena:
     def _must_be_open(self) -> None:
         if self._closed:
             raise Misuse(f"{self.directory}: the arena is closed")
+
+    def _has_next(self) -> bool:
+        return self._closed or self._next()[:1] not in ([], [self._warming])
 
     def _next(self) -> list[int]:
         return [k for k in self._order if k not in self._held]
@@ -218,17 +259,17 @@ class Arena:
 
     def _drop_surplus(self) -> None:
         """Delete slots left by an owner that had more of them, unless somebody adopted them."""
-        for number in _slot_numbers(self._directory_fd):
+        for number in slot_numbers(self._directory_fd):
             if number >= self.slots and number not in self._held:
-                os.unlink(_slot_name(number), dir_fd=self._directory_fd)
+                os.unlink(slot_name(number), dir_fd=self._directory_fd)
 
     @contextlib.contextmanager
     def _opened(self, number: int, flags: int) -> Iterator[int]:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = os.open(_slot_name(number), flags, 0o600, dir_fd=self._directory_fd)
+            fd = os.open(slot_name(number), flags, 0o600, dir_fd=self._directory_fd)
         except OSError as error:
-            path = self.directory / _slot_name(number)
+            path = self.directory / slot_name(number)
             raise StoreFailed(f"{path}: cannot open this slot: {error}") from error
         try:
             yield fd
@@ -236,9 +277,8 @@ class Arena:
             os.close(fd)
 
     def _mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        mapping = self._maps.get(number)
-        if mapping is not None and len(mapping) >= nbytes:
-            return mapping
+        if not self._is_cold(number, nbytes):
+            return self._maps[number]
         with self._opened(number, os.O_RDWR | os.O_CREAT) as fd:
             size = os.fstat(fd).st_size
             if size < nbytes:
@@ -280,187 +320,11 @@ def _forget_in_child() -> None:
     for arena in list(_live):
         arena._let_go()
         arena._closed = True
+        arena._free = threading.Condition()  # a thread that is not here may have held the old one
+        arena._preparing = arena._warming = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def default_directory(location: str, process: int) -> Path:
-    """Where the arena of a run at `location` lies: the same for every attempt on this host.
-
-    In shared memory, else in the system's temporary directory. Makes this user's own directory
-    there. Raises `StoreFailed` when that is not private.
-    """
-    usable = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
-    base = _SHARED_MEMORY if usable else Path(tempfile.gettempdir())
-    mine = base / f"lastgood-{os.getuid()}"
-    _make_private(mine)
-    name = location if "://" in location else os.path.realpath(location)
-    return mine / f"{xxhash.xxh3_64_hexdigest(os.fsencode(name))}-p{process}"
-
-
-def stale_arenas(parent: str | Path) -> list[StaleArena]:
-    """Arenas at `parent` or directly in it that no live process owns; changes nothing."""
-    return list(_each_stale(Path(parent), remove=False))
-
-
-def remove_stale(parent: str | Path) -> list[StaleArena]:
-    """Delete the arenas that `stale_arenas` finds, and the snapshots in them; returns them.
-
-    Only an arena's own files are deleted, and its directory when that is empty then.
-    """
-    return list(_each_stale(Path(parent), remove=True))
-
-
-def _each_stale(parent: Path, *, remove: bool) -> Iterator[StaleArena]:
-    for directory in (parent, *sorted(parent.glob("*"))):
-        try:
-            directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            lock_fd = os.open(_LOCK_NAME, _FLAGS, dir_fd=directory_fd)
-        except OSError:
-            os.close(directory_fd)
-            continue
-        try:
-            owner = _read_owner(lock_fd)
-            ours = os.fstat(directory_fd).st_uid == os.geteuid() and owner.get("format") == _FORMAT
-            if ours and _try_lock(lock_fd):
-                numbers = _slot_numbers(directory_fd)
-                blocks = [
-                    os.stat(_slot_name(k), dir_fd=directory_fd, follow_symlinks=False).st_blocks
-                    for k in numbers
-                ]
-                if remove:
-                    _remove(directory, directory_fd)
-                yield StaleArena(directory, owner, 512 * sum(blocks))
-        finally:
-            os.close(lock_fd)
-            os.close(directory_fd)
-
-
-def _own(directory: Path, owner: str) -> tuple[int, int]:
-    """Make the directory and take its lock; returns the descriptors of lock and directory."""
-    error = None
-    for _ in range(100):  # an owner that leaves may remove it between any two of these calls
-        try:
-            _make_private(directory)
-            directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as absent:
-            error = absent
-            continue
-        try:
-            lock_fd = os.open(_LOCK_NAME, _FLAGS | os.O_CREAT, 0o600, dir_fd=directory_fd)
-        except OSError as failed:
-            os.close(directory_fd)
-            if not isinstance(failed, FileNotFoundError):
-                raise StoreFailed(f"{directory}: cannot open its lock: {failed}") from failed
-            error = failed
-            continue
-        if not _try_lock(lock_fd):
-            text = _describe(_read_owner(lock_fd))
-            os.close(lock_fd)
-            os.close(directory_fd)
-            if any(arena.directory == directory for arena in list(_live)):
-                raise InUse(
-                    f"{directory} is held by another manager of this run in this process: {text}; "
-                    "close() that one first, or use it (a notebook cell that ran twice made two)"
-                )
-            raise InUse(
-                f"{directory} is held by a live manager of this run: {text}; stop that one first, "
-                "or give this run another location"
-            )
-        if _is_current(lock_fd, directory, directory_fd):
-            os.ftruncate(lock_fd, 0)
-            os.pwrite(lock_fd, owner.encode(), 0)
-            return lock_fd, directory_fd
-        os.close(lock_fd)
-        os.close(directory_fd)
-    raise StoreFailed(f"{directory}: cannot be made, or vanishes each time: {error}") from error
-
-
-def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
-    """Whether the lock that we hold is still the one under this path, not one just removed."""
-    try:
-        lock, at = os.stat(_LOCK_NAME, dir_fd=directory_fd), os.stat(directory)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(lock, os.fstat(lock_fd)) and os.path.samestat(
-        at, os.fstat(directory_fd)
-    )
-
-
-def _make_private(directory: Path) -> None:
-    """Make it, or check that it is ours alone; `FileNotFoundError` when it was just removed."""
-    try:
-        for ancestor in (*reversed(directory.parents), directory):
-            with contextlib.suppress(FileExistsError):
-                if not ancestor.exists():
-                    ancestor.mkdir(mode=0o700)
-        found = os.lstat(directory)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise StoreFailed(f"{directory}: cannot make this directory: {error}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise StoreFailed(
-            f"{directory}: wanted a directory of user {os.geteuid()} with mode 0700, found "
-            f"{stat.filemode(found.st_mode)} of user {found.st_uid}; remove it or give another"
-        )
-
-
-def _remove(directory: Path, directory_fd: int) -> None:
-    """Delete the arena's files, the lock last, while the lock is held."""
-    for name in (*map(_slot_name, _slot_numbers(directory_fd)), _LOCK_NAME):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory_fd)
-    with contextlib.suppress(OSError):  # something foreign lies in it: not ours to delete
-        directory.rmdir()
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _owner_text(owner: dict[str, Any]) -> str:
-    known = {"format": _FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
-    return json.dumps({**known, "since_ns": time.time_ns(), **owner})
-
-
-def _read_owner(fd: int) -> dict[str, Any]:
-    """What the lock says about its owner; empty when it says nothing (yet)."""
-    for _ in range(20):
-        with contextlib.suppress(ValueError):
-            owner = json.loads(os.pread(fd, 65536, 0))
-            if isinstance(owner, dict):
-                return owner
-        time.sleep(0.005)  # its owner has the lock and is about to write this
-    return {}
-
-
-def _describe(owner: dict[str, Any]) -> str:
-    since_ns = owner.get("since_ns")
-    since = (
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since_ns / 1e9))
-        if isinstance(since_ns, int)
-        else "?"
-    )
-    pid, host, run = (owner.get(key, "?") for key in ("pid", "host", "run"))
-    return f"pid {pid} on host {host}, run {run}, since {since}"
-
-
-def _slot_name(number: int) -> str:
-    return f"slot-{number}"
-
-
-def _slot_numbers(directory_fd: int) -> list[int]:
-    matches = map(_SLOT_NAME.fullmatch, os.listdir(directory_fd))
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def _prefault(mapping: mmap.mmap) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 from ckpt import attempts, commit, snapshot, states, tree
 from ckpt.again import Held, Newest
-from ckpt.arena import Arena, default_directory, remove_stale
+from ckpt.arena import Arena
 from ckpt.belongings import Belongings, wait_until_gone
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
 from ckpt.fit import EXACT, Fit
@@ -24,6 +24,7 @@ from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
 from ckpt.loading import DEFAULT, Loading
 from ckpt.meta import Notes, meta_of
+from ckpt.owning import default_directory, remove_stale
 from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
 from ckpt.reader import (
     MISSING,
@@ -271,6 +272,8 @@ class CheckpointManager:
             dropped = wish.data is not None and not states.named(wish.data)
             named = () if dropped else tuple(saved)
             self._last = Newest(source, states.take(wish.data), named)
+        if self._arena is not None and (nbytes := snapshot.about_bytes(restored.state)):
+            self._arena.prepare(nbytes)  # while the train step is compiled
         return restored
 
     def _data_of(self, step: StepId, owner: int) -> Mapping[str, Json]:

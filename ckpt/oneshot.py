@@ -161,7 +161,8 @@ def rewind(location: Location, to: int, *, skips: Skips | None = None, reason: s
     Raises:
         NotFound: `to` is not in the lineage. InUse: a live manager on this host.
     """
-    from ckpt.arena import Arena, default_directory
+    from ckpt.arena import Arena
+    from ckpt.owning import default_directory
     from ckpt.start import Start, Wish
 
     reader = open(location)

@@ -116,6 +116,22 @@ def take(
     return Snapshot(slot, header, plan)
 
 
+def about_bytes(tree: Any) -> int:
+    """Roughly the size of this process's image of a tree: its share, if arrays are evenly owned."""
+    total = 0.0
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            held = 1.0 if leaf.is_fully_addressable else _share_of(leaf.sharding)
+            total += leaf.nbytes * held
+        elif isinstance(leaf, np.ndarray):
+            total += leaf.nbytes
+    return int(total)
+
+
+def _share_of(sharding: jax.sharding.Sharding) -> float:
+    return len(sharding.addressable_devices) / len(sharding.device_set)
+
+
 def _held(specs: Sequence[LeafSpec]) -> list[int]:
     return [i for i, spec in enumerate(specs) if spec.storage_dtype is not None]
 

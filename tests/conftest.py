@@ -17,7 +17,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from ckpt.arena import stale_arenas
+from ckpt.owning import stale_arenas
 
 faulthandler.enable()
 

@@ -14,6 +14,7 @@ import crc32c
 import numpy as np
 import pytest
 import xxhash
+from awscrt import checksums
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -488,7 +489,7 @@ def test_an_interrupt_leaves_no_thread_writing(monkeypatch: pytest.MonkeyPatch) 
     n = 4
     arrays = [ArraySpec(f"p{i}", "uint8", (2**20,), (2**20,)) for i in range(n)]
     plan = image.plan(arrays, [ShardSpec(i, (0,), (2**20,)) for i in range(n)], {})
-    real_join, real_crc = threading.Thread.join, crc32c.crc32c
+    real_join, real_crc = threading.Thread.join, checksums.crc32c
     interrupted: list[threading.Thread] = []
     entered, go_on = threading.Event(), threading.Event()
 
@@ -508,7 +509,7 @@ def test_an_interrupt_leaves_no_thread_writing(monkeypatch: pytest.MonkeyPatch) 
         return real_crc(*arguments)
 
     monkeypatch.setattr(threading.Thread, "join", join)
-    monkeypatch.setattr(crc32c, "crc32c", checksum)
+    monkeypatch.setattr(checksums, "crc32c", checksum)
     sources = [np.zeros(2**20, np.uint8) for _ in range(n)]
     buffer = bytearray(plan.size_bytes)
     with pytest.raises(KeyboardInterrupt):

@@ -18,9 +18,9 @@ from memory_source import Columns
 
 import ckpt
 from ckpt import attempts, commit
-from ckpt.arena import remove_stale
 from ckpt.layout import Marker
 from ckpt.lineage import StepId
+from ckpt.owning import remove_stale
 from ckpt.store import FileStore
 from datapipe import Pipeline
 
