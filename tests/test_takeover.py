@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -28,6 +29,8 @@ from ckpt.errors import CheckpointError, StoreFailed, Superseded
 from ckpt.lineage import StepId
 from ckpt.reader import Reader, Restored
 from ckpt.store import FileStore
+
+SEED = int(os.environ.get("CRASH_SEED", time.time_ns() % 1_000_000))
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +99,34 @@ def test_a_failed_save_is_told_and_the_next_one_works(kind: str, told: bool, pla
         after_death(run, what)
         shutil.rmtree(run.base)
     assert failed >= 10
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_write_that_fails_anywhere_spoils_nothing(name: str, place: Path) -> None:
+    """Rewinds, deletions and starts, too. The process ends in order, and the next one goes on."""
+    scenario = SCENARIOS[name]
+    before, operations = scenario.operations(place)
+    rng = random.Random(f"{SEED} {name}")
+    told = 0
+    # Long ones take long: there every second write is left out, other ones each time.
+    every = 2 if len(operations) > 40 else 1
+    for at in range(1 + rng.randrange(every), len(operations) + 1, every):
+        kind = rng.choice(["fail", "fail after"])
+        what = f"CRASH_SEED={SEED}: {name}, {kind} at {at}: {operations[at - 1]}"
+        run = before.copy(place / f"{at}")
+        store = FaultyStore(FileStore(run.location), [Fault(at, kind)])  # type: ignore[arg-type]
+        manager = run.manager(store)
+        errors = []
+        for act in (lambda m=manager, r=run: scenario.act(r, m, Rows()), manager.close):
+            try:
+                act()
+            except CheckpointError as error:
+                errors.append(str(error))
+        assert all(f"operation {at}" in error for error in errors), f"{what}: {errors}"
+        told += bool(errors)
+        after_death(run, what)
+        shutil.rmtree(run.base)
+    assert told >= len(operations) // every // 3, told
 
 
 def test_an_error_nobody_asked_for_is_raised_by_close(place: Path) -> None:
