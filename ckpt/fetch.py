@@ -224,18 +224,17 @@ class Fetch:
 
     def _inflate(self, chunk: Chunk, stored: memoryview, raw: np.ndarray) -> bool:
         row, frame, behind = chunk.row, stored[:-CRC_BYTES], stored[-CRC_BYTES:]
-        what = "changed while it was looked at"
-        try:
-            crc = crc32c.crc32c(frame).to_bytes(CRC_BYTES, "little")
-            wanted = self._crcs[chunk.image][CRC_BYTES * row : CRC_BYTES * (row + 1)]
-            if crc == wanted == behind:
+        crc = crc32c.crc32c(frame).to_bytes(CRC_BYTES, "little")
+        if crc == behind == self._crcs[chunk.image][CRC_BYTES * row : CRC_BYTES * (row + 1)]:
+            with contextlib.suppress(Damaged):  # said below, with its place
                 inflater().into(raw.data, frame)
                 digest = self._digests[chunk.image][16 * row : 16 * row + 16]
                 if xxhash.xxh3_128_digest(raw.data) == digest:
                     return True
-            header = self._images[chunk.image][0]
+        header = self._images[chunk.image][0]
+        what = f"{_place(header, chunk)}: changed while it was looked at"
+        try:
             verify_chunk(header, row, stored)
-            what = f"{_place(header, chunk)}: {what}"
         except Damaged as error:
             what = str(error)
         self._note(chunk, what)
