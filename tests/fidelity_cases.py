@@ -6,6 +6,7 @@ and prints what differs.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from tree_cases import Dense, Keyed, Loss, Nothing, Pair, Plain, Twins, same
+from tree_cases import Dense, Frozen, Keyed, Loss, Nothing, Pair, Plain, Swapped, Twins, same
 
 
 class Case(NamedTuple):
@@ -76,8 +77,11 @@ NODES = {
         lambda: {
             "plain": Dense(x(0), None),
             "static": Dense(x(1), Dense(x(2), [], 3, "in"), (8, -0.0), {"b": b"\0", "n": None}),
+            "frozen": Frozen(kernel=[x(3)], width=2**70),
+            "swapped": [Swapped(x(4), x(5), name="text"), Swapped.Inner(x(6))],
         }
     ),
+    "a deep tree": Case(lambda: functools.reduce(lambda tree, _: {"a": tree}, range(128), x(0))),
     "registered nodes": Case(
         lambda: [Plain((x(0), [x(1)]), {"tag": (1, True, 1.0)}), Keyed(Plain((), None), x(2))]
     ),

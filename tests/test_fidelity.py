@@ -9,6 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fidelity_cases import CASES, Case
-from tree_cases import Dense, Pair, same
+from hypothesis import given, settings
+from tree_cases import TREES, Dense, Pair, same
 
 import ckpt
 from ckpt import tree
@@ -196,29 +198,55 @@ def count(found: Any) -> int:
     return found is not None
 
 
+def must_be_seen(read: Callable[[Path], Any], step: Path, state: Any, hidden: set[str]) -> None:
+    flat = tree.flatten(state)
+    found = read(step)
+    for leaf in flat.leaves:
+        value = at(found, leaf.spec)
+        if leaf.name in hidden:
+            assert value is None, f"{leaf.name}: hidden, and yet {value!r}"
+            continue
+        told = f"{leaf.name}: {leaf.value!r}, Orbax: {value!r}"
+        if isinstance(leaf.value, jax.Array):
+            assert isinstance(value, jax.Array), told
+            assert value.dtype == leaf.value.dtype, told
+            assert same(bits(leaf.value), bits(value)), told
+        else:
+            assert same(seen(leaf.value), value), told
+    assert count(found) == len(flat.specs) - len(hidden)
+
+
+READERS = {"v0": by_v0, "v1": v1.load}
+
+
 @every_case
-@pytest.mark.parametrize("read", [by_v0, v1.load], ids=["v0", "v1"])
+@pytest.mark.parametrize("reader", READERS)
 def test_orbax_sees_all_but_what_the_step_names(
-    run: Path, name: str, case: Case, read: Callable[[Path], Any]
+    run: Path, name: str, case: Case, reader: str
 ) -> None:
     hidden = ckpt.metadata(run, step=STEPS[name]).hidden_from_orbax
     assert sorted(hidden) == sorted(case.hidden)
+    step = run / "branch-1" / str(STEPS[name])
     with wide(name):
-        flat = tree.flatten(case.make())
-        found = read(run / "branch-1" / str(STEPS[name]))
-        for leaf in flat.leaves:
-            value = at(found, leaf.spec)
-            if leaf.name in hidden:
-                assert value is None, f"{leaf.name}: hidden, and yet {value!r}"
-                continue
-            told = f"{leaf.name}: {leaf.value!r}, Orbax: {value!r}"
-            if isinstance(leaf.value, jax.Array):
-                assert isinstance(value, jax.Array), told
-                assert value.dtype == leaf.value.dtype, told
-                assert same(bits(leaf.value), bits(value)), told
-            else:
-                assert same(seen(leaf.value), value), told
-        assert count(found) == len(flat.specs) - len(hidden)
+        must_be_seen(READERS[reader], step, case.make(), set(hidden))
+
+
+@settings(max_examples=20)
+@given(TREES)
+def test_any_tree_comes_back_and_is_seen(state: Any) -> None:
+    with tempfile.TemporaryDirectory(prefix="lastgood-fidelity-") as directory:
+        run = Path(directory) / "run"
+        with ckpt.CheckpointManager(run, arena=Path(directory) / "arena") as manager:
+            manager.save(0, state)
+        for found in (ckpt.restore(run).state, ckpt.restore(run, state).state):
+            assert tree.flatten(found).structure == tree.flatten(state).structure
+            assert same(tree.flatten(state).values, [
+                bits(value) if isinstance(value, jax.Array) and not is_key(value) else value
+                for value in tree.flatten(found).values
+            ])  # fmt: skip
+        hidden = set(ckpt.metadata(run).hidden_from_orbax)
+        for read in READERS.values():
+            must_be_seen(read, run / "branch-1" / "0", state, hidden)
 
 
 # --- refused -----------------------------------------------------------------------------------

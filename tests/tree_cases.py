@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import struct
@@ -35,6 +36,35 @@ class Dense:
     bias: Any
     width: Any = dataclasses.field(default=0, metadata={"static": True})
     name: Any = dataclasses.field(default="", metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    width: int = dataclasses.field(metadata={"static": True})
+    kernel: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias", "kernel"],
+    meta_fields=["name", "width"],
+    drop_fields=["cache"],
+)
+@dataclasses.dataclass
+class Swapped(Dense):
+    """Its fields in another order, one of them left out, one made by itself."""
+
+    cache: Any = None
+    size: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.name)
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Inner:
+        kernel: Any
 
 
 @jax.tree_util.register_pytree_node_class
@@ -143,7 +173,10 @@ def same(saved: Any, found: Any) -> bool:
         )
     if isinstance(saved, list | tuple):
         return len(saved) == len(found) and all(map(same, saved, found))
-    if isinstance(saved, Dense | Plain | Keyed | Twins):
+    if dataclasses.is_dataclass(saved):
+        names = [field.name for field in dataclasses.fields(saved)]
+        return all(same(getattr(saved, name), getattr(found, name)) for name in names)
+    if isinstance(saved, Plain | Keyed | Twins):
         return same(vars(saved), vars(found))
     return saved == found
 
