@@ -1,5 +1,5 @@
-"""The store that fails on demand does what it is asked to; runs on stores that are slow or stuck, and
-on disks that cannot be read."""
+"""The store that fails on demand does what it is asked to; runs on stores that are stuck or slow,
+and on disks that cannot be read."""
 
 from __future__ import annotations
 
