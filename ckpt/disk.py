@@ -46,6 +46,32 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
+def open_direct(descriptor: int) -> int:
+    """The same file once more, to be read past the page cache; -1 where that is refused."""
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+        return os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError:
+        return -1
+
+
+def is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the page at `offset` is in memory already, or nobody can tell."""
+    try:
+        os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    return True
+
+
+def is_page_aligned(buffer: memoryview) -> bool:
+    """Whether a buffer starts where direct I/O wants it."""
+    return np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_BYTES == 0
+
+
 def write_new(path: Path, data: bytes) -> None:
     """A file that was not there, durable but for its name."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -83,8 +109,7 @@ def sync_directory(path: Path) -> None:
 def write_bulk(path: Path, data: memoryview) -> None:
     """O_DIRECT from page-aligned memory where the file system has it, else buffered windows."""
     data = data.cast("B")
-    aligned = data.nbytes > 0 and np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES == 0
-    if aligned:
+    if data.nbytes > 0 and is_page_aligned(data):
         try:
             _write_whole(path, data, direct=True)
             return

@@ -16,8 +16,8 @@ from ckpt.fit import EXACT, Fit, pair
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec, logical_view
 from ckpt.loading import DEFAULT, Loading, let_go
+from ckpt.open_images import ImageReader
 from ckpt.steps import OpenStep
-from ckpt.store import ImageReader
 from ckpt.values import revive
 
 

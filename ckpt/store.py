@@ -33,6 +33,7 @@ from typing import final
 
 from ckpt import disk
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.open_images import FileImage, ImageReader
 
 SMALL_LIMIT_BYTES = 1 << 30
 """No small file of ours comes near this; a larger one is not read into memory."""
@@ -48,43 +49,6 @@ class Entry:
     is_dir: bool
     size_bytes: int | None = 0
     """None: listing does not tell it."""
-
-
-class ImageReader(abc.ABC):
-    """An open image: positional reads straight into buffers."""
-
-    name: str
-    size_bytes: int
-
-    @abc.abstractmethod
-    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset.
-
-        Raises:
-            Damaged: the image ends before a range does.
-            StoreFailed: the store failed.
-        """
-
-    def read(self, offset: int, length: int) -> bytes:
-        """The bytes of one range."""
-        if offset < 0 or length < 0 or offset + length > self.size_bytes:
-            raise Damaged(
-                f"{self.name}: wanted bytes {offset}..{offset + length}, "
-                f"found a file of {self.size_bytes} bytes"
-            )
-        data = bytearray(length)
-        self.read_into([(offset, memoryview(data))])
-        return bytes(data)
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Give back what the reader holds."""
-
-    def __enter__(self) -> ImageReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Store(abc.ABC):
@@ -430,42 +394,6 @@ class FileStore(Store):
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
-
-
-@final
-class FileImage(ImageReader):
-    """An image in a file system, read with `preadv` by two threads."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._descriptor = disk.open_file(path)
-        self.size_bytes = os.fstat(self._descriptor).st_size
-
-    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        pieces = [
-            (offset + start, buffer[start : start + disk.WINDOW_BYTES])
-            for offset, whole in ranges
-            for buffer in [whole.cast("B")]
-            for start in range(0, buffer.nbytes, disk.WINDOW_BYTES)
-        ]
-        with disk.translated(Path(self.name)):
-            disk.by_two_threads(lambda piece: self._fill(*piece), pieces)
-
-    def _fill(self, offset: int, buffer: memoryview) -> None:
-        done = 0
-        while done < buffer.nbytes:
-            count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
-            if count == 0:
-                raise Damaged(
-                    f"{self.name}: ends at byte {offset + done}, "
-                    f"wanted bytes up to {offset + buffer.nbytes}; the file was cut"
-                )
-            done += count
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def _temporary(path: Path) -> Path:

@@ -30,8 +30,9 @@ from typing import Any, Never, TypeVar, final
 import tensorstore as ts
 
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.open_images import ImageReader
 from ckpt.pieces import piece_name
-from ckpt.store import Entry, ImageReader, SwappingStore, check_key
+from ckpt.store import Entry, SwappingStore, check_key
 
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")

@@ -11,6 +11,7 @@ from ckpt import attempts, commit, image, layout, publishing
 from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
 from ckpt.image import Header
 from ckpt.lineage import StepId, counts
+from ckpt.open_images import ImageReader
 from ckpt.orbax_files import undescribed
 from ckpt.publishing import read_marker
 from ckpt.resolving import resolve
@@ -24,7 +25,7 @@ from ckpt.steps import (
     open_step,
     read_manifest,
 )
-from ckpt.store import ImageReader, Store
+from ckpt.store import Store
 
 Progress = Callable[[int, int], None]
 """Told the bytes done, and the bytes in all."""

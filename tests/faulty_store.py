@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal, final
 
 from ckpt.errors import StoreFailed
-from ckpt.store import Entry, FileStore, ImageReader, Store
+from ckpt.open_images import ImageReader
+from ckpt.store import Entry, FileStore, Store
 
 
 class Died(BaseException):

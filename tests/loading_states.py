@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rows import Rows
 
 import ckpt
-from ckpt.store import FileStore, ImageReader
+from ckpt.open_images import ImageReader
+from ckpt.store import FileStore
 
 MESH = jax.make_mesh((8,), ("x",))
 SPREAD = NamedSharding(MESH, PartitionSpec("x"))
