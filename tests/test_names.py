@@ -18,6 +18,7 @@ def test_exported_names() -> None:
         "Fit",
         "InUse",
         "Keep",
+        "Loading",
         "Mismatch",
         "Misuse",
         "NotFound",
