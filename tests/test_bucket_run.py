@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,3 +263,63 @@ def test_of_attempts_that_start_at_once_each_has_a_number(root: str) -> None:
     for thread in threads:
         thread.join()
     assert sorted(numbers) == [1, 2, 3, 4]
+
+
+def test_of_two_attempts_that_race_one_wins(root: str, tmp_path: Path) -> None:
+    """Both have started; both save the same steps at the same time, over real HTTP."""
+    both = [manager(root, tmp_path / name) for name in "ab"]
+    numbers: list[int] = []
+    for m in both:
+        m.resume()
+        assert m._attempt is not None
+        numbers.append(m._attempt.number)
+    assert numbers == [1, 2]
+    barrier = threading.Barrier(2)
+    outcomes: list[Any] = [None, None]
+
+    def race(me: int) -> None:
+        barrier.wait()
+        try:
+            for step in range(1, 4):
+                pending = both[me].save(step, state_of(10 * me + step))
+                assert pending is not None
+                pending.wait(timeout=60)
+        except ckpt.Superseded as error:
+            outcomes[me] = error
+
+    threads = [threading.Thread(target=race, args=(me,)) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for m in both:
+        m.close()
+    assert isinstance(outcomes[0], ckpt.Superseded), outcomes
+    assert outcomes[1] is None
+    assert ckpt.open(root).all_steps() == [1, 2, 3]
+    for step in range(1, 4):
+        assert_same(ckpt.restore(root, step=step).state, state_of(10 + step))
+    assert ckpt.verify(root).intact
+
+
+def test_a_slow_bucket(
+    root: str, s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is late; some come after the request was given up, and was sent again."""
+    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(30.0, 0.01, 0.02, 0.1))
+    dice = random.Random(20263)
+
+    def late(request: Any, number: int) -> None:
+        time.sleep(dice.choice([*[0.0] * 7, 0.01, 0.03, 0.2]))
+
+    with s3.trouble(late):
+        with manager(root, tmp_path) as m:
+            m.resume()
+            save_steps(m, [1, 2])
+        with manager(root, tmp_path) as m:
+            restored = m.resume()
+            assert restored.step == 2
+            assert_same(restored.state, state_of(2))
+            save_steps(m, [3])
+    assert ckpt.verify(root).intact
+    assert ckpt.open(root).all_steps() == [1, 2, 3]
