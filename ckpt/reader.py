@@ -65,8 +65,8 @@ class RestoreReport:
     rolled_forward: tuple[str, ...] = ()
     """What was done with steps that older attempts left in the making."""
     bytes_read: int = 0
-    """By this process: whole chunks, with what lies between small neighbours. 0 for a step of
-    Orbax, of which TensorStore reads the chunks; the figures below are then absent, too."""
+    """By this process: whole chunks as they are stored, with what lies between small neighbours.
+    This and the figures up to `place_s` are 0 for a step of Orbax, which TensorStore reads."""
     bytes_needed: int = 0
     """Of the parts of arrays that this process holds; replicas count once."""
     chunks: int = 0
