@@ -1,17 +1,20 @@
 """An image to a compressed one, in other memory: the slot stays a valid image all the while.
 
-Chunks are compressed by several threads and put in their places by this one, in the order of the
-image. The same image gives the same bytes, as long as zstd is the same.
+Chunks are compressed by several threads, each into scratch memory, and put in their places by this
+one, in the order of the image. All memory is mapped, and goes back when it is done with: objects of
+this size would stay with the heaps of the threads. The same image gives the same bytes, as long as
+zstd is the same.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, final
 
 import crc32c
 import numpy as np
@@ -25,14 +28,42 @@ from ckpt.image import Header
 from ckpt.table import COMPRESSED, PLAIN, Page
 
 _RUN_BYTES = 4 << 20  # of small chunks, for one thread: each is too short to let another one run
-_MAX_THREADS = 8
+_LARGE_BYTES = 128 << 10
+_MAX_THREADS = 4  # beyond, the store is slower
 
 
-class _Run(NamedTuple):
-    """Frames of a run of chunks, and the CRC-32C of each."""
+_Span = tuple[int, int]
 
-    frames: list[bytes]
-    crcs: list[int]
+
+@final
+class _Press:
+    """What one task at a time compresses with, and into."""
+
+    def __init__(self, scratch: memoryview) -> None:
+        import zstandard
+
+        self.scratch = scratch
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+
+    def run(self, data: memoryview, spans: Sequence[_Span]) -> tuple[list[int], list[int]]:
+        """Frames of these chunks, one behind the other; length and CRC-32C of each."""
+        at, lengths, crcs = 0, [], []
+        for start, stop in spans:
+            end = at + self._frame(data[start:stop], at)
+            lengths.append(end - at)
+            crcs.append(crc32c.crc32c(self.scratch[at:end]))
+            at = end
+        return lengths, crcs
+
+    def _frame(self, chunk: memoryview, at: int) -> int:
+        if len(chunk) < _LARGE_BYTES:
+            frame = self._compressor.compress(chunk)
+            self.scratch[at : at + len(frame)] = frame
+            return len(frame)
+        reader, end = self._compressor.stream_reader(chunk, size=len(chunk)), at
+        while found := reader.readinto(self.scratch[end:]):
+            end += found
+        return end - at
 
 
 def compressed(
@@ -41,8 +72,8 @@ def compressed(
     """A compressed image of the same chunks, meta and tree; pure.
 
     `data` (u8) is the image of `header`, as `ckpt.image.fill` made it. The new one begins at a page
-    of memory and takes up what it holds; while it is made, also the chunks that `threads` (by
-    default one for each core, up to 8) are at, or wait to be put behind others.
+    of memory and takes up what it holds; while it is made, also a chunk for each of `threads` (by
+    default one for each core, up to 4) and one more.
 
     Raises:
         Misuse: the image is compressed already.
@@ -58,20 +89,12 @@ def compressed(
     offset, frames = np.zeros(len(order), "<u8"), np.zeros(len(order), "<u8")
     crc = np.zeros(len(order), "<u4")
     at = PAGE_BYTES
-    tasks = list(_tasks(columns.offset, columns.nbytes, order))
-    with ThreadPoolExecutor(threads or _threads(), thread_name_prefix="ckpt-compress") as pool:
-        pending = [pool.submit(_compress, data, spans) for _, spans in tasks]
-        try:
-            for number, (first, spans) in enumerate(tasks):
-                run = pending[number].result()
-                pending[number] = None  # type: ignore[call-overload]  # its frames are copied
-                places, at = _put(target, at, run)
-                mine = order[first : first + len(spans)]
-                offset[mine], crc[mine] = places, run.crcs
-                frames[mine] = [len(frame) for frame in run.frames]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    done = 0
+    for press, lengths, crcs in _pressed(header, data, order, threads or _threads()):
+        mine = order[done : done + len(lengths)]
+        done += len(lengths)
+        offset[mine], at = _put(target, at, press.scratch, lengths, crcs)
+        frames[mine], crc[mine] = lengths, crcs
     table_at = at
     cell = table.cells(page, rows)
     filled = (cell, offset, columns.digest, columns.array.astype("<u4"), crc, frames)
@@ -105,13 +128,19 @@ def _page_and_table(header: Header, data: memoryview) -> tuple[Page, bytes]:
     return page, bytes(data[page.table_at : page.table_at + page.table_bytes])
 
 
+def _frames_bound(nbytes: np.ndarray) -> int:
+    """The most that frames of these chunks can have; zstd says that of each."""
+    each = nbytes.astype(np.int64)
+    return int((each + (each >> 8) + (np.maximum(0, (128 << 10) - each) >> 11)).sum())
+
+
 def _bound(nbytes: np.ndarray, texts_bytes: int) -> int:
-    """The most that the image can have: what zstd says of frames, each with a gap before it."""
-    frames = nbytes.astype(np.int64)
-    frames = frames + (frames >> 8) + (np.maximum(0, (128 << 10) - frames) >> 11) + CRC_BYTES
-    gaps = alignment(frames)
-    rows = len(nbytes) * table.row_bytes(COMPRESSED)
-    return int(round_up(PAGE_BYTES + (frames + gaps).sum() + rows + texts_bytes, PAGE_BYTES))
+    """The most that the image can have: frames, each with a CRC and a gap before it, and table."""
+    row_bytes = CRC_BYTES + table.row_bytes(COMPRESSED)
+    # A frame can be long enough to begin at a page where its chunk is not.
+    gaps = alignment(nbytes.astype(np.int64) * 2).sum()
+    content = _frames_bound(nbytes) + gaps + len(nbytes) * row_bytes + texts_bytes
+    return int(round_up(PAGE_BYTES + content, PAGE_BYTES))
 
 
 def _memory(header: Header, nbytes: int) -> memoryview:
@@ -125,43 +154,58 @@ def _memory(header: Header, nbytes: int) -> memoryview:
         ) from error
 
 
-_Span = tuple[int, int]
+def _pressed(
+    header: Header, data: memoryview, order: np.ndarray, threads: int
+) -> Iterator[tuple[_Press, list[int], list[int]]]:
+    """Runs of chunks in `order`: the press with their frames until the next, lengths and CRCs."""
+    columns = header.columns
+    runs = list(_runs(columns.offset[order].tolist(), columns.nbytes[order].tolist()))
+    largest = max((_frames_bound(np.diff(run, axis=1)) for run in map(np.array, runs)), default=0)
+    count = min(threads + 1, len(runs))
+    free = [_Press(_memory(header, largest)) for _ in range(count)]
+    pending: deque[tuple[_Press, Future[tuple[list[int], list[int]]]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-compress") as pool:
+        try:
+            for run in runs:
+                if not free:
+                    press, future = pending.popleft()
+                    yield press, *future.result()
+                    free.append(press)
+                press = free.pop()
+                pending.append((press, pool.submit(press.run, data, run)))
+            for press, future in pending:
+                yield press, *future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def _tasks(
-    offset: np.ndarray, nbytes: np.ndarray, order: np.ndarray
-) -> Iterator[tuple[int, Sequence[_Span]]]:
-    """Runs of chunks in the order of the image: place of the first, and start and stop of each."""
-    starts = offset[order].tolist()
+def _runs(starts: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[_Span]]:
+    """Neighbours that one thread compresses; a large chunk is a run by itself."""
     spans: list[_Span] = []
     left = _RUN_BYTES
-    for number, (start, size) in enumerate(zip(starts, nbytes[order].tolist(), strict=True)):
+    for start, size in zip(starts, sizes, strict=True):
         if spans and size > left:
-            yield number - len(spans), spans
+            yield spans
             spans, left = [], _RUN_BYTES
         spans.append((start, start + size))
         left -= size
     if spans:
-        yield len(starts) - len(spans), spans
+        yield spans
 
 
-def _compress(data: memoryview, spans: Sequence[_Span]) -> _Run:
-    import zstandard
-
-    compress = zstandard.ZstdCompressor(level=LEVEL).compress
-    frames = [compress(data[start:stop]) for start, stop in spans]
-    return _Run(frames, list(map(crc32c.crc32c, frames)))
-
-
-def _put(target: memoryview, at: int, run: _Run) -> tuple[list[int], int]:
-    """Lay the frames behind byte `at`; their offsets, and the first byte behind them."""
-    places = []
-    steps = alignment(np.array([len(frame) for frame in run.frames])).tolist()
-    for frame, crc, step in zip(run.frames, run.crcs, steps, strict=True):
+def _put(
+    target: memoryview, at: int, scratch: memoryview, lengths: list[int], crcs: list[int]
+) -> tuple[list[int], int]:
+    """Lay frames behind byte `at`; their offsets, and the first byte behind them."""
+    places, start = [], 0
+    steps = alignment(np.array(lengths)).tolist()
+    for length, crc, step in zip(lengths, crcs, steps, strict=True):
         at = -(-at // step) * step
         places.append(at)
-        end = at + len(frame)
-        target[at:end] = frame
+        end = at + length
+        target[at:end] = scratch[start : start + length]
+        start += length
         at = end + CRC_BYTES
         target[end:at] = crc.to_bytes(CRC_BYTES, "little")
     return places, at

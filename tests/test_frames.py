@@ -292,7 +292,7 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> Any:
         raise MemoryError("planted")
 
-    monkeypatch.setattr(compressing, "_compress", fail)
+    monkeypatch.setattr(compressing._Press, "run", fail)
     raw, header = mixed_image()
     with pytest.raises(MemoryError, match="planted"):
         compressed(header, memoryview(raw))
