@@ -18,7 +18,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from tree_cases import Dense, Frozen, Keyed, Loss, Nothing, Pair, Plain, Swapped, Twins, same
+from tree_cases import (
+    Dense,
+    Frozen,
+    Keyed,
+    Loss,
+    Mixed,
+    Nothing,
+    Pair,
+    Plain,
+    Sparse,
+    Swapped,
+    Twins,
+    same,
+)
 
 
 class Case(NamedTuple):
@@ -84,6 +97,9 @@ NODES = {
     "a deep tree": Case(lambda: functools.reduce(lambda tree, _: {"a": tree}, range(128), x(0))),
     "registered nodes": Case(
         lambda: [Plain((x(0), [x(1)]), {"tag": (1, True, 1.0)}), Keyed(Plain((), None), x(2))]
+    ),
+    "nodes with odd places": Case(
+        lambda: [Sparse(x(0), [x(1)]), Mixed({"a": x(2)}, Sparse(None, x(3)))]
     ),
     "nodes with keys of their own": Case(
         lambda: {"t": Twins(x(0), [x(1)]), "u": Twins({"a": x(2)}, [x(3)])},

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+from jax.tree_util import SequenceKey
 
 from ckpt.leaves import specs_from_json, storage_view
 from ckpt.tree import flatten, unflatten
@@ -96,6 +97,26 @@ jax.tree_util.register_pytree_with_keys(
         None,
     ),
     lambda _, children: Keyed(*children),
+)
+
+
+class Sparse(Keyed):
+    """Its places in a sequence are not the first ones."""
+
+
+class Mixed(Keyed):
+    """One child by place, one by name."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Sparse,
+    lambda s: (((SequenceKey(5), s.left), (SequenceKey(7), s.right)), None),
+    lambda _, children: Sparse(*children),
+)
+jax.tree_util.register_pytree_with_keys(
+    Mixed,
+    lambda m: (((SequenceKey(0), m.left), (jax.tree_util.GetAttrKey("x"), m.right)), None),
+    lambda _, children: Mixed(*children),
 )
 
 
@@ -235,6 +256,8 @@ def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.builds(Dense, children, children, constants, constants),
         st.builds(Plain, st.lists(children, max_size=3).map(tuple), constants),
         st.builds(Keyed, children, children),
+        st.builds(Sparse, children, children),
+        st.builds(Mixed, children, children),
         st.builds(Twins, children, children),
     )
 
