@@ -63,6 +63,8 @@ class _Press:
         reader, end = self._compressor.stream_reader(chunk, size=len(chunk)), at
         while found := reader.readinto(self.scratch[end:]):
             end += found
+        if reader.read(1):
+            raise StoreFailed(f"zstd: a frame of {len(chunk)} bytes is longer than its bound")
         return end - at
 
 

@@ -176,7 +176,7 @@ def mixed_image() -> tuple[bytearray, Header]:
     """Small and large chunks, some that shrink below the size of a page and some that grow."""
     sources = [
         np.frombuffer(values(count, kind), np.uint8)
-        for count in (1, 300, 65_530, 65_536, 200_000)
+        for count in (1, 300, 65_530, 65_536, 131_071, 131_072, 200_000)
         for kind in ("zeros", "noise", "words")
     ]
     arrays = [ArraySpec(f"a{i}", "uint8", s.shape, s.shape) for i, s in enumerate(sources)]
@@ -285,6 +285,14 @@ def test_what_cannot_be_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compressing.mmap, "mmap", no_room)
     with pytest.raises(StoreFailed, match="image: no room for a compressed copy of up to"):
+        compressed(header, memoryview(raw))
+
+
+def test_no_frame_is_cut_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressing, "_frames_bound", lambda nbytes: int(nbytes.sum()))
+    noise = np.frombuffer(values(200_000, "noise"), np.uint8)
+    raw, header = image_of([ArraySpec("a", "uint8", noise.shape, noise.shape)], [noise])
+    with pytest.raises(StoreFailed, match="a frame of 200000 bytes is longer than its bound"):
         compressed(header, memoryview(raw))
 
 
