@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt import layout, publishing
+from ckpt import layout, orbax_files, publishing
 from ckpt.errors import AlreadyExists, CheckpointError, Damaged, Superseded
 from ckpt.lineage import (
     Claim,
@@ -141,15 +141,12 @@ def orbax_steps(store: Store) -> list[StepId]:
 
 
 def _orbax_steps(store: Store, root: Sequence[Entry]) -> list[StepId]:
-    found = []
-    for entry in root:
-        step = layout.parse_step_name(entry.name) if entry.is_dir else None
-        if step is None:
-            continue
-        names = {inner.name for inner in store.list(entry.name)}
-        if names & {layout.ORBAX_STEP, layout.ORBAX_V1, "_METADATA", layout.MARKER, "default"}:
-            found.append(StepId(step, 0, 0))
-    return found
+    numbered = ((layout.parse_step_name(entry.name), entry) for entry in root if entry.is_dir)
+    return [
+        StepId(step, 0, 0)
+        for step, entry in numbered
+        if step is not None and orbax_files.is_step(store, entry.name)
+    ]
 
 
 def list_claims(store: Store) -> list[int]:

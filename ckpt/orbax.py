@@ -3,7 +3,8 @@
 Both API generations, zarr v2 and v3, in OCDBT or in plain directories; see `orbax_files` for the
 files around the arrays. Orbax stores no digests: a flipped bit inside a chunk is found only when it
 breaks the compression or an index. A chunk that is not there is `Damaged`, except in old
-checkpoints whose metadata says that absent chunks stand for zeros.
+checkpoints whose metadata says that absent chunks stand for zeros. Shapes are what metadata claims:
+none is allocated for that this host could not hold, or that hardly any stored chunk backs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ Wanted = Mapping[str, jax.sharding.Sharding | None]
 
 _CACHE_BYTES = 64 << 20
 _OPEN_AT_ONCE = 1024
+_FILLED_BYTES = 1 << 30
+_FILLED_TIMES = 64
+"""Zeros for absent chunks: so many bytes in any case, beyond that so many times what is stored. A
+fresh optimizer is a few times the size of its parameters."""
+
 _AWAY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXH")
 
 
@@ -165,6 +171,7 @@ def _read(
         _Read(leaf, array, shardings.get(leaf.param), found.location)
         for leaf, array in zip(arrays, _open_all(found, arrays), strict=True)
     ]
+    _must_be_credible(found, reads)
     for group in _groups(reads, budget_bytes):
         values.update(zip([r.leaf.param for r in group], _finish(group), strict=True))
     return values
@@ -193,6 +200,46 @@ class _Read:
     def start(self, batch: Any) -> list[Any]:
         index = [tuple(slice(*part) for part in box) for box in self.boxes]
         return [self.array[at].read(order="C", batch=batch) for at in index]
+
+
+def _must_be_credible(found: OrbaxItem, reads: Sequence[_Read]) -> None:
+    """What is about to be allocated could be true.
+
+    Raises:
+        Unsupported: one array is larger than the memory of this host.
+        Damaged: absent chunks would stand for far more zeros than there is data.
+    """
+    memory_bytes = _memory_bytes()
+    for read in reads:
+        if read.nbytes > memory_bytes:
+            raise Unsupported(
+                f"{found.location}: {read.leaf.param}: {read.dtype}{list(read.shape)} takes "
+                f"{read.nbytes} bytes, and this host has {memory_bytes} bytes of memory; its "
+                "metadata is damaged, or it has to be restored under a sharding over more hosts"
+            )
+    wanted = sum(read.nbytes for read in reads)
+    if not found.missing_is_zero or wanted <= _FILLED_BYTES:
+        return
+    stored = sum(map(_stored_bytes, reads))
+    if wanted - stored > _FILLED_BYTES + _FILLED_TIMES * stored:
+        largest = max(reads, key=lambda read: read.nbytes)
+        raise Damaged(
+            f"{found.location}: {largest.leaf.param}: {largest.dtype}{list(largest.shape)}: the "
+            f"arrays take {wanted} bytes, the chunks that are there {stored}; zeros for all the "
+            "others are not believed, a shape is wrong or chunks were lost"
+        )
+
+
+def _stored_bytes(read: _Read) -> int:
+    """At most what the chunks of an array that are there hold, of what is wanted."""
+    chunk = math.prod(read.array.chunk_layout.read_chunk.shape or ()) * read.dtype.itemsize
+    keys = _await(read.array.kvstore.list(), read.location, read.leaf)
+    there = sum(1 for key in keys if not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json")))
+    return min(read.nbytes, there * chunk)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _groups(reads: Sequence[_Read], budget_bytes: int) -> Iterator[list[_Read]]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt import layout
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed, Unsupported
 from ckpt.store import Entry, Store, open_store
 
@@ -27,8 +28,8 @@ SEQUENCE, MAPPING = 1, 2
 """Orbax's key types. A tuple is a sequence, a named tuple a mapping: more is not stored."""
 
 _TREE = "_METADATA"
-_STEP = "_CHECKPOINT_METADATA"
-_STEP_MARKS = {_STEP, _TREE, "orbax.checkpoint"}
+_STEP = layout.ORBAX_STEP
+_STEP_MARKS = {_STEP, _TREE, layout.ORBAX_V1}
 _DELETION = "_CHECKPOINT_DELETION"
 _PREFERRED = ("default", "state", "items")
 _EMPTY: Mapping[str, Any] = {
@@ -92,7 +93,22 @@ def holds_step(store: Store) -> bool:
     """Whether a store is one finished step of Orbax, whatever its name; as `is_orbax_step`."""
     if TEMPORARY in os.path.basename(store.location.rstrip("/")):
         return False
-    return _is_step(store, "")
+    return is_step(store, "")
+
+
+def is_step(store: Store, name: str) -> bool:
+    """Whether a directory of a store is one finished step of Orbax, by its files.
+
+    Also one that has lost the files without which it cannot be read: that is told when it is.
+    """
+    entries = store.list(name)
+    names = {entry.name for entry in entries}
+    if not store.renames and layout.MARKER not in names:
+        return False
+    if names & {*_STEP_MARKS, layout.MARKER, _PREFERRED[0]}:
+        return True
+    below = f"{name}/" if name else ""
+    return any(store.exists(f"{below}{e.name}/{_TREE}") for e in entries if _is_item(e))
 
 
 def is_marked(store: Store) -> bool:
@@ -114,7 +130,7 @@ def step_names(root: str | os.PathLike[str], *, prefix: str | None = None) -> di
     found: dict[int, str] = {}
     for entry in sorted(store.list(""), key=lambda entry: (-len(entry.name), entry.name)):
         match = pattern.fullmatch(entry.name)
-        if entry.is_dir and match and _is_step(store, entry.name):
+        if entry.is_dir and match and is_step(store, entry.name):
             found[int(match[1])] = entry.name
     return dict(sorted(found.items()))
 
@@ -281,17 +297,6 @@ def _finished(
     return tuple(in_order) if path in item.tuples else in_order
 
 
-def _is_step(store: Store, name: str) -> bool:
-    entries = store.list(name)
-    names = {entry.name for entry in entries}
-    if not store.renames and "commit_success.txt" not in names:
-        return False
-    if names & _STEP_MARKS:
-        return True
-    below = f"{name}/" if name else ""
-    return any(store.exists(f"{below}{e.name}/{_TREE}") for e in entries if _is_item(e))
-
-
 def _is_item(entry: Entry) -> bool:
     return entry.is_dir and TEMPORARY not in entry.name and not entry.name.startswith(".")
 
@@ -314,7 +319,7 @@ def _listed(store: Store, path: str | os.PathLike[str]) -> list[Entry]:
     entries = store.list("")
     if TEMPORARY in os.path.basename(store.location.rstrip("/")):
         raise NotFound(f"{store.location}: an unfinished step of Orbax, by its name; take another")
-    if not _is_step(store, ""):
+    if not is_step(store, ""):
         raise NotFound(
             f"{os.fspath(path)}: wanted a step of Orbax ({_STEP} or an item with {_TREE}), "
             f"found {_names(store, '')}"

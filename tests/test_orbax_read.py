@@ -363,6 +363,52 @@ def test_an_absent_chunk_is_damage_but_zeros_where_the_metadata_says_so(
     assert np.all(orbax.read(step, {"w": None})["w"][4:6, 4:] == 0)
 
 
+def claim(step: pathlib.Path, **changes: Any) -> None:
+    file = step / "w" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_shape_that_no_memory_could_hold_is_refused_before_it_is_allocated(
+    saved: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, zeros: bool
+) -> None:
+    """TensorStore ends the process when it cannot allocate what metadata claims."""
+    step = copy(saved("zarr2"), tmp_path / "1")
+    if zeros:
+        change_tree(step, lambda tree: tree.pop("store_array_data_equal_to_fill_value"))
+    for rows in (10**13, 10**16):
+        claim(step, shape=[rows, 8])
+        with pytest.raises(
+            Unsupported, match=rf"1: w: float32\[{rows}, 8\] takes .* this host has"
+        ):
+            orbax.read_tree(step)
+    assert plain(orbax.read(step, {"b": None})["b"]) == plain(state()["b"])
+
+
+def test_zeros_for_absent_chunks_are_believed_up_to_a_bound(
+    saved: Callable[[str], pathlib.Path],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = copy(saved("zarr2"), tmp_path / "1")
+    change_tree(step, lambda tree: tree.pop("store_array_data_equal_to_fill_value"))
+    monkeypatch.setattr(orbax, "_FILLED_BYTES", 1000)
+    assert_same(orbax.read_tree(step), by_orbax(step))
+    shape = json.loads((step / "w" / ".zarray").read_text())["shape"]
+    claim(step, shape=[30 * shape[0], shape[1]])
+    found = orbax.read(step, {"w": None})["w"]
+    assert found.shape == (30 * shape[0], shape[1])
+    assert not found[shape[0] :].any()
+    claim(step, shape=[90 * shape[0], shape[1]])
+    with pytest.raises(Damaged, match=r"1: w: float32.*zeros for all the others are not believed"):
+        orbax.read(step, {"w": None})
+    for file in (step / "w").glob("[0-9]*"):
+        file.unlink()
+    claim(step, shape=[1000, shape[1]])
+    with pytest.raises(Damaged, match=r"the chunks that are there 0;"):
+        orbax.read(step, {"w": None})
+
+
 DAMAGE: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "no manifest": (lambda d: (d / "manifest.ocdbt").unlink(), "manifest.ocdbt"),
     "no data": (lambda d: shutil.rmtree(d / "d"), "cannot be read"),

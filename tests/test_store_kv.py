@@ -243,7 +243,7 @@ def test_what_passes_is_waited_for(trouble: Trouble, store: KvStore, s3: Proxy) 
 def first_put(trouble: Trouble) -> Callable[[Request, int], Trouble | None]:
     """Trouble with the first conditional put, however often the client repeats it by itself."""
     puts = itertools.count()
-    return lambda request, _: trouble if request.kind == "PUT?" and next(puts) < 2 else None
+    return lambda request, _: trouble if request.kind == "PUT?" and next(puts) < 8 else None
 
 
 def test_a_lost_answer_to_a_put_if_absent_is_settled(store: KvStore, s3: Proxy) -> None:
@@ -338,6 +338,18 @@ def test_an_object_shorter_than_its_name_is_damage(store: KvStore) -> None:
         assert reader.read(0, 4000) == bytes(4000)
         with pytest.raises(Damaged, match="shorter than its name"):
             reader.read(3000, 2000)
+
+
+def test_a_name_that_claims_more_than_memory_is_damage(store: KvStore) -> None:
+    """Nothing is allocated for it."""
+    store.write_image("image", memoryview(bytes(5000)))
+    store._write(f"image.bytes-5000-{10**15}", bytes(4000))
+    with store.open_image("image") as reader:
+        assert reader.size_bytes == 10**15
+        assert reader.read(4000, 2000) == bytes(2000)
+        for start, length in ((0, 10**15), (5000, 10**15 - 5000), (4000, 10**14)):
+            with pytest.raises(Damaged, match="shorter than its name"):
+                reader.read(start, length)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 3_000_000])
