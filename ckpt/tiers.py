@@ -19,10 +19,11 @@ class Shared:
     """Save the steps that are multiples of this."""
     keep: Keep = field(default_factory=Keep)
     compression: Literal["zstd"] | None = None
-    """How the chunks of steps are stored there. Compressing takes time in the background and, until
-    the step is written, memory beside the arena, of the size of the compressed step. It pays where
-    the store is slow, or values repeat; float weights shrink by a tenth. Steps say themselves how
-    they are stored: a run may change it at any time, in all its processes."""
+    """How the chunks of steps are stored there. Compressing takes up to four cores in the
+    background and, until the step is written, memory beside the arena: what the compressed step
+    takes, and a few chunks while it is made. It pays where the store is slow, or values repeat;
+    float weights shrink by less than a tenth. Steps say themselves how they are stored: a run may
+    change it from one start to the next, in all its processes."""
 
     def __post_init__(self) -> None:
         if self.every < 1:

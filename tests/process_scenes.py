@@ -17,6 +17,7 @@ from process_stage import (
     Stage,
     data_sharding,
     differences,
+    error_of,
     like,
     pipeline,
     rows_of,
@@ -228,6 +229,21 @@ def default_place(stage: Stage) -> dict[str, Any]:
         return {"arena": str(m._arena.directory), "steps": m.all_steps()}
 
 
+def compressed(stage: Stage) -> dict[str, Any]:
+    """A step of a tier that compresses; then one of which only process 1 thinks that it does."""
+    with stage.manager(compression="zstd") as m:
+        m.resume()
+        m.save(1, state(1)).wait()
+    with stage.manager(compression="zstd" if stage.index else None) as m:
+        restored = m.resume(like=like(turned=True))
+        error = error_of(m.save(2, state(2)).wait)
+        return {
+            "wrong": differences(restored.state, 1, turned=True),
+            "error": error,
+            "steps": m.all_steps(),
+        }
+
+
 def board(stage: Stage) -> dict[str, Any]:
     """The coordination service itself: large values, threads at once, what is forgotten."""
     processes = of_run("board")
@@ -280,6 +296,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
         own_states,
         two_runs,
         default_place,
+        compressed,
         board,
     )
 }

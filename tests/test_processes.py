@@ -359,6 +359,17 @@ def test_two_processes_on_one_host_have_two_arenas(seen: Seen) -> None:
     assert not any(Path(place).exists() for place in places)
 
 
+def test_a_step_is_compressed_by_all_processes_or_by_none(place: Path, seen: Seen) -> None:
+    found = seen["compressed"]
+    assert same(found, "wrong") == []
+    assert same(found, "steps") == [1]
+    _, headers = headers_of(place / "compressed", 1)
+    assert [header.compression for header in headers] == ["zstd", "zstd"]
+    assert [each["error"]["type"] for each in found] == ["Damaged", "Damaged"]
+    for each in found:
+        assert "p1.image is compressed and d/a2-p0.image is not" in each["error"]["text"]
+
+
 def test_the_board(seen: Seen) -> None:
     found = seen["board"]
     assert same(found, "large")
