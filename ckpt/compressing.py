@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, final
 
-import crc32c
 import numpy as np
 import xxhash
+from awscrt import checksums
 
 from ckpt import table
 from ckpt.errors import Damaged, Misuse, StoreFailed
@@ -51,7 +51,7 @@ class _Press:
         for start, stop in spans:
             end = at + self._frame(data[start:stop], at)
             lengths.append(end - at)
-            crcs.append(crc32c.crc32c(self.scratch[at:end]))
+            crcs.append(checksums.crc32c(self.scratch[at:end]))
             at = end
         return lengths, crcs
 

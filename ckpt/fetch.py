@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import crc32c
 import numpy as np
 import xxhash
+from awscrt import checksums
 
 from ckpt.errors import Damaged, NotFound
 from ckpt.frames import inflater
@@ -224,7 +224,7 @@ class Fetch:
 
     def _inflate(self, chunk: Chunk, stored: memoryview, raw: np.ndarray) -> bool:
         row, frame, behind = chunk.row, stored[:-CRC_BYTES], stored[-CRC_BYTES:]
-        crc = crc32c.crc32c(frame).to_bytes(CRC_BYTES, "little")
+        crc = checksums.crc32c(frame).to_bytes(CRC_BYTES, "little")
         if crc == behind == self._crcs[chunk.image][CRC_BYTES * row : CRC_BYTES * (row + 1)]:
             with contextlib.suppress(Damaged):  # said below, with its place
                 inflater().into(raw.data, frame)

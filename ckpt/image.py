@@ -40,9 +40,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Never
 
-import crc32c
 import numpy as np
 import xxhash
+from awscrt import checksums
 
 from ckpt import specs, table
 from ckpt.copying import Part, copy_chunks
@@ -335,7 +335,7 @@ def verify_chunk(header: Header, row: int, view: Any) -> None:
     if header.compression is None:
         check("digest", columns.digest, xxhash.xxh3_128_digest(chunk))
     else:
-        check("CRC-32C", columns.crc, crc32c.crc32c(chunk).to_bytes(CRC_BYTES, "little"))
+        check("CRC-32C", columns.crc, checksums.crc32c(chunk).to_bytes(CRC_BYTES, "little"))
         try:
             digest = inflater().digest(chunk, nbytes)
         except Damaged as error:

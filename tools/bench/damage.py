@@ -160,7 +160,7 @@ def anatomy(data: bytes, name: str) -> Anatomy:
     header = image.decode(lambda at, n: data[at : at + n], len(data), name)
     matters, chunk = np.zeros(len(data), bool), np.full(len(data), -1, np.int32)
     matters[: grid.PAGE_BYTES] = True
-    # The page says where the table lies; see `_PAGE` in ckpt/image.py.
+    # The page says where the table lies; see `_PAGE` in ckpt/table.py.
     table_at, table_bytes = np.frombuffer(data, "<u8", 2, offset=24).tolist()
     matters[table_at : table_at + table_bytes] = True
     for row, (start, length) in enumerate(image.payload_ranges(header).tolist()):
