@@ -1,4 +1,19 @@
-"""Is everything what was saved? One function per invariant of FORMAT.md; nothing is changed."""
+"""Is everything what was saved? One function per invariant of FORMAT.md; nothing is changed.
+
+::
+
+    check_records       M6  claims and decisions are what was put
+    check_markers       M1  what has the name of a step has a marker that agrees with its place
+    check_marker        M2  the marker of one step is still that
+    check_manifest      M2  the manifest is the one that the marker names
+    check_files         M2  small files have the sizes and digests of the manifest (`ckpt.steps`)
+    check_images        M2  images have the sizes and headers of the manifest
+    check_leaf_digests  M2  the chunk tables give the digests of the tree record (`ckpt.steps`)
+    check_chunks        M2  every chunk has digest and CRC; left out of a shallow look
+
+Each trusts what those above it have checked. The other invariants are about orders of events, and
+leave nothing that could be looked at.
+"""
 
 from __future__ import annotations
 
@@ -121,10 +136,7 @@ def verify(
     except Damaged as error:
         # Nobody knows what counts; the steps can be looked at all the same.
         records, line = records or [Damage(layout.ATTEMPTS, str(error))], ()
-    reports = [
-        StepReport(None, name, (Damage.by(store, name, why),), counts=False)
-        for name, why in listing.damaged
-    ]
+    reports = check_markers(store, listing)
     ours = [step for step in listing.steps if step.attempt]
     for step, told in zip(ours, _shares(store, ours, progress), strict=True):
         found = verify_step(store, step, shallow=shallow, progress=told)
@@ -193,21 +205,44 @@ def check_step(store: Store, step: StepId) -> tuple[Damage, ...]:
 
 def _why_not(store: Store, step: StepId, error: CheckpointError) -> list[Damage]:
     """A step that cannot be opened, as far as can be told file by file."""
-    name = layout.step_name(step.branch, step.step)
-    at_fault = layout.MARKER
-    try:
-        read_marker(store, step.branch, step.step)
-        at_fault = layout.MANIFEST
-        manifest = read_manifest(store, step)
-    except CheckpointError as first:
-        return [Damage.by(store, f"{name}/{at_fault}", first)]
-    damage = check_files(store, name, manifest)
-    damage += check_images(store, name, manifest)
+    damage = check_marker(store, step) or check_manifest(store, step)
+    if damage:
+        return damage
+    name, manifest = layout.step_name(step.branch, step.step), read_manifest(store, step)
+    damage = check_files(store, name, manifest) + check_images(store, name, manifest)
     return damage or [Damage.by(store, name, error)]
 
 
+def check_markers(store: Store, listing: attempts.Listing) -> list[StepReport]:
+    """M1: what has the name of a step has a marker that parses and agrees with its place."""
+    return [
+        StepReport(None, name, (Damage.by(store, name, why),), counts=False)
+        for name, why in listing.damaged
+    ]
+
+
+def check_marker(store: Store, step: StepId) -> list[Damage]:
+    """M2: the marker of a step that was listed is still there, and whole."""
+    try:
+        read_marker(store, step.branch, step.step)
+    except (Damaged, NotFound, Unsupported) as error:
+        key = f"{layout.step_name(step.branch, step.step)}/{layout.MARKER}"
+        return [Damage.by(store, key, error)]
+    return []
+
+
+def check_manifest(store: Store, step: StepId) -> list[Damage]:
+    """M2: the manifest has the digest that the marker names, and is that of this step."""
+    try:
+        read_manifest(store, step)
+    except (Damaged, NotFound, Unsupported) as error:
+        key = f"{layout.step_name(step.branch, step.step)}/{layout.MANIFEST}"
+        return [Damage.by(store, key, error)]
+    return []
+
+
 def check_images(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
-    """Images have the size and the header that the manifest says."""
+    """M2: images have the size and the header that the manifest says."""
     damage = []
     for ref in manifest.images:
         part = layout.Part(
@@ -226,7 +261,7 @@ def check_images(store: Store, prefix: str, manifest: Manifest) -> list[Damage]:
 
 
 def check_chunks(step: OpenStep, progress: Progress | None = None) -> tuple[list[Damage], int]:
-    """Every chunk has its digest, and its CRC-32C stands behind it; and bytes read."""
+    """M2: every chunk has its digest, and its CRC-32C stands behind it; and bytes read."""
     damage: list[Damage] = []
     names = {leaf.param: leaf.name for leaf in step.leaves}
     total, done = step.manifest.payload_bytes, 0
@@ -295,7 +330,7 @@ def _of_decisions(records: list[Damage], listing: attempts.Listing) -> list[Dama
 
 
 def check_records(store: Store) -> list[Damage]:
-    """Claims and decisions parse."""
+    """M6: claims and decisions are what was put, by their seals."""
     damage = []
     for entry in store.list(layout.ATTEMPTS):
         key = f"{layout.ATTEMPTS}/{entry.name}"
