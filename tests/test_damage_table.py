@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -54,8 +55,11 @@ def must_be_found(found: Survey) -> None:
                 assert "Orbax's JSON" in files, told
 
 
-def test_damage_of_all_kinds_is_found_and_named(place: Path) -> None:
-    found = survey(place, 150, SEED, peers=40)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_damage_of_all_kinds_is_found_and_named(
+    place: Path, compression: Literal["zstd"] | None
+) -> None:
+    found = survey(place, 150, SEED, peers=40, compression=compression)
     assert len(found.ours) == 150
     must_be_found(found)
     for answers in [*found.peers.values(), found.own]:
@@ -65,9 +69,10 @@ def test_damage_of_all_kinds_is_found_and_named(place: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("number", range(3))
-def test_a_thousand_damages(place: Path, number: int) -> None:
-    found = survey(place, 1000, SEED + 1 + number)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("number", range(2))
+def test_a_thousand_damages(place: Path, number: int, compression: Literal["zstd"] | None) -> None:
+    found = survey(place, 1000, SEED + 1 + number, compression=compression)
     must_be_found(found)
     console = Console(width=170)
     damage_table.show(found, console)

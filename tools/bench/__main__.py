@@ -88,6 +88,7 @@ def checkpoint(
 def damage(
     damages: Annotated[int, typer.Option(min=1, help="To our step, and to one of Orbax.")] = 1000,
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
+    zstd: Annotated[bool, typer.Option("--zstd", help="Compress the chunks of our step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
 ) -> None:
     """Damage the files of a step, and see who finds it: ours, TensorStore, Orbax.
@@ -108,7 +109,13 @@ def damage(
         Progress(console=quiet, transient=True, disable=not quiet.is_terminal) as progress,
     ):
         task = progress.add_task("damages looked at", total=5 * damages)
-        found = survey(Path(name), damages, drawn, tell=lambda: progress.advance(task))
+        found = survey(
+            Path(name),
+            damages,
+            drawn,
+            compression="zstd" if zstd else None,
+            tell=lambda: progress.advance(task),
+        )
     if as_json:
         typer.echo(json.dumps(damage_table.to_json(found), indent=1))
     else:

@@ -61,6 +61,7 @@ def to_json(found: Survey) -> dict[str, Any]:
         **environment(),
         "seed": found.seed,
         "damages": len(found.ours),
+        "compression": found.compression,
         "ours": {
             "by damage": _ours_by(found.ours, lambda damage: damage.kind),
             "by file": _ours_by(found.ours, lambda damage: kind_of_file(damage.file)),
@@ -105,8 +106,8 @@ def _theirs_by(found: Sequence[Theirs]) -> dict[str, Any]:
 def show(found: Survey, console: Console) -> None:
     """Print what we found, then what the others did with the same and with their own."""
     console.print(
-        f"[bold]{len(found.ours)} damages[/] to the newest step of a run of ours, seed "
-        f"{found.seed}",
+        f"[bold]{len(found.ours)} damages[/] to the newest step of a run of ours "
+        f"({found.compression or 'no compression'}), seed {found.seed}",
         highlight=False,
     )
     _show_ours(found.ours, console)

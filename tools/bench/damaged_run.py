@@ -240,9 +240,9 @@ def _files(step: Path) -> dict[str, bytes]:
 # --- ours ----------------------------------------------------------------------------------------
 
 
-def save_ours(root: Path) -> DamagedStep:
+def save_ours(root: Path, *, compression: Literal["zstd"] | None = None) -> DamagedStep:
     """A run of ours with three steps."""
-    tier = ckpt.Shared(root, keep=ckpt.Keep())
+    tier = ckpt.Shared(root, keep=ckpt.Keep(), compression=compression)
     with ckpt.CheckpointManager(tier, arena=root.parent / f"{root.name}-arena") as manager:
         manager.resume()
         for step in range(1, NEWEST + 1):
@@ -334,6 +334,8 @@ class Survey:
     """What came of one seed. `peers` by reader; `own` is Orbax v0 on a step that Orbax wrote."""
 
     seed: int
+    compression: str | None
+    """Of our step."""
     ours: list[Ours]
     peers: dict[str, list[Theirs]]
     own: list[Theirs]
@@ -345,6 +347,7 @@ def survey(
     seed: int,
     *,
     peers: int | None = None,
+    compression: Literal["zstd"] | None = None,
     tell: Callable[[], None] = lambda: None,
 ) -> Survey:
     """Draw `count` damages to a step of ours, and as many to one of Orbax, and ask everybody.
@@ -352,15 +355,20 @@ def survey(
     Args:
         directory: empty; two runs of some 100 KiB are left in it.
         peers: how many of the damages the others see; None: all.
+        compression: of our chunks. Orbax compresses by default.
         tell: called after each damage that somebody has looked at.
     """
-    step, theirs = save_ours(directory / "ours"), save_orbax(directory / "orbax")
+    step, theirs = (
+        save_ours(directory / "ours", compression=compression),
+        save_orbax(directory / "orbax"),
+    )
     damages = step.draw(count, seed)
     some = damages
     if peers is not None:
         some = random.Random(seed).sample(damages, min(peers, len(damages)))
     return Survey(
         seed,
+        compression,
         by_ours(step, damages, tell),
         {name: step.by_others(some, read, tell) for name, read in PEERS.items()},
         theirs.by_others(theirs.draw(len(some), seed), by_v0, tell),
