@@ -23,17 +23,16 @@ from ckpt.errors import Damaged, Mismatch, StoreFailed, Unsupported
 from ckpt.orbax_files import (
     OrbaxItem,
     OrbaxLeaf,
-    empty_value,
     full_param,
     is_orbax_step,
     items,
     read_item,
     read_json,
-    rebuild,
     step_names,
     steps,
     trees,
 )
+from ckpt.orbax_nesting import empty_value, rebuild
 from ckpt.placement import Box, HostLeaf, boxes, place, whole
 from ckpt.wording import counted
 
@@ -123,7 +122,7 @@ def read(
 def read_tree(
     path: str | os.PathLike[str], item: str | None = None, *, budget_bytes: int = 1 << 30
 ) -> Any:
-    """The whole tree on the host, as `orbax_files.rebuild` makes it: dicts and lists.
+    """The whole tree on the host, as `orbax_nesting.rebuild` makes it: dicts and lists.
 
     `budget_bytes` as in `read`.
 

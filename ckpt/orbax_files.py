@@ -27,18 +27,23 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 SEQUENCE, MAPPING = 1, 2
 """Orbax's key types. A tuple is a sequence, a named tuple a mapping: more is not stored."""
 
-_TREE = "_METADATA"
+TREE = "_METADATA"
+"""The file that tells the leaves of an item."""
+
 _STEP = layout.ORBAX_STEP
-_STEP_MARKS = {_STEP, _TREE, layout.ORBAX_V1}
+_STEP_MARKS = {_STEP, TREE, layout.ORBAX_V1}
 _DELETION = "_CHECKPOINT_DELETION"
 _PREFERRED = ("default", "state", "items")
-_EMPTY: Mapping[str, Any] = {
+
+EMPTY: Mapping[str, Any] = {
     "None": None,
     "NamedTuple": None,  # an empty one; Orbax gives None as well
     "Dict": {},
     "List": [],
     "Tuple": (),
 }
+"""The values of leaves that lie nowhere, by Orbax's word for them."""
+
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
@@ -108,7 +113,7 @@ def is_step(store: Store, name: str) -> bool:
     if names & {*_STEP_MARKS, layout.MARKER, _PREFERRED[0]}:
         return True
     below = f"{name}/" if name else ""
-    return any(store.exists(f"{below}{e.name}/{_TREE}") for e in entries if _is_item(e))
+    return any(store.exists(f"{below}{e.name}/{TREE}") for e in entries if _is_item(e))
 
 
 def is_marked(store: Store) -> bool:
@@ -150,7 +155,7 @@ def items(path: str | os.PathLike[str]) -> dict[str, str]:
     """
     store = open_store(path)
     entries = _listed(store, path)
-    if any(entry.name == _TREE for entry in entries):
+    if any(entry.name == TREE for entry in entries):
         return {"": "pytree"}
     return {entry.name: _kind(store, entry.name) for entry in entries if _is_item(entry)}
 
@@ -208,20 +213,20 @@ def read_item(path: str | os.PathLike[str], item: str | None = None) -> OrbaxIte
     below = f"{name}/" if name else ""
     where = f"{store.location}/{name}" if name else store.location
     present = {entry.name for entry in store.list(name)}
-    if _TREE not in present:
+    if TREE not in present:
         raise _without_tree(where, present)
-    tree = _json(store, below + _TREE)
+    tree = _json(store, below + TREE)
     if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
-        raise Damaged(f"{where}/{_TREE}: wanted an object with tree_metadata, found no such thing")
+        raise Damaged(f"{where}/{TREE}: wanted an object with tree_metadata, found no such thing")
     impls = _key_impls(store, below) if "array_metadatas" in present else {}
     leaves = tuple(
-        _leaf(f"{where}/{_TREE}", text, entry, impls)
+        _leaf(f"{where}/{TREE}", text, entry, impls)
         for text, entry in tree["tree_metadata"].items()
     )
     ocdbt = "manifest.ocdbt" in present
     if tree.get("use_ocdbt") and not ocdbt and any(leaf.is_array for leaf in leaves):
         raise Damaged(
-            f"{where}: wanted manifest.ocdbt, as {_TREE} says, found {_text(present)}; "
+            f"{where}: wanted manifest.ocdbt, as {TREE} says, found {_text(present)}; "
             "the step was not copied or written completely"
         )
     return OrbaxItem(
@@ -231,70 +236,8 @@ def read_item(path: str | os.PathLike[str], item: str | None = None) -> OrbaxIte
         zarr3=bool(tree.get("use_zarr3", False)),
         missing_is_zero=not tree.get("store_array_data_equal_to_fill_value", False),
         strings=_strings(store, where, below, leaves),
-        tuples=_tuples(tree.get("value_metadata_tree"), f"{where}/{_TREE}"),
+        tuples=_tuples(tree.get("value_metadata_tree"), f"{where}/{TREE}"),
     )
-
-
-def empty_value(leaf: OrbaxLeaf) -> Any:
-    """The value of a leaf that is None or an empty container."""
-    value = _EMPTY[leaf.value_type]
-    return value.copy() if isinstance(value, (dict, list)) else value
-
-
-def rebuild(item: OrbaxItem, values: Sequence[Any]) -> Any:
-    """The tree of an item from the values of its leaves, in their order.
-
-    Mappings become dicts with text keys and sequences lists, as Orbax gives them without a
-    template; tuples come back as such only where the writer recorded rich types. Named tuples and
-    other nodes are dicts.
-
-    Raises:
-        Damaged: the keys of the leaves contradict each other.
-    """
-    if len(item.leaves) == 1 and not item.leaves[0].keys:
-        return values[0]
-    root = _Node()
-    kinds: dict[tuple[str, ...], int] = {}
-    for leaf, value in zip(item.leaves, values, strict=True):
-        node, path = root, tuple(key for key, _ in leaf.keys)
-        for depth, (key, kind) in enumerate(leaf.keys):
-            if kinds.setdefault(path[:depth], kind) != kind or type(node) is not _Node:
-                raise Damaged(f"{item.location}/{_TREE}: {leaf.param}: contradicts other keys")
-            if depth == len(leaf.keys) - 1:
-                if key in node:
-                    raise Damaged(f"{item.location}/{_TREE}: {leaf.param}: is there twice")
-                node[key] = value
-            else:
-                node = node.setdefault(key, _Node())
-        if not leaf.keys:
-            raise Damaged(f"{item.location}/{_TREE}: a leaf without keys beside others")
-    return _finished(item, root, (), kinds)
-
-
-class _Node(dict[Any, Any]):
-    """An inner node while a tree is built; tells it from a leaf that is a dict."""
-
-
-def _finished(
-    item: OrbaxItem,
-    node: dict[Any, Any],
-    path: tuple[str, ...],
-    kinds: Mapping[tuple[str, ...], int],
-) -> Any:
-    built = {
-        key: _finished(item, value, (*path, key), kinds) if isinstance(value, _Node) else value
-        for key, value in node.items()
-    }
-    if kinds.get(path) != SEQUENCE:
-        return built
-    count = len(built)
-    if any(str(i) not in built for i in range(count)):
-        raise Damaged(
-            f"{item.location}/{_TREE}: {'.'.join(path)}: wanted entries 0 .. {count - 1} of a "
-            f"sequence, found {', '.join(built)}"
-        )
-    in_order = [built[str(i)] for i in range(count)]
-    return tuple(in_order) if path in item.tuples else in_order
 
 
 def _is_item(entry: Entry) -> bool:
@@ -303,7 +246,7 @@ def _is_item(entry: Entry) -> bool:
 
 def _kind(store: Store, name: str) -> str:
     names = [entry.name for entry in store.list(name) if not entry.is_dir]
-    if _TREE in names:
+    if TREE in names:
         return "pytree"
     return "json" if any(map(_is_json_name, names)) else "other"
 
@@ -321,7 +264,7 @@ def _listed(store: Store, path: str | os.PathLike[str]) -> list[Entry]:
         raise NotFound(f"{store.location}: an unfinished step of Orbax, by its name; take another")
     if not is_step(store, ""):
         raise NotFound(
-            f"{os.fspath(path)}: wanted a step of Orbax ({_STEP} or an item with {_TREE}), "
+            f"{os.fspath(path)}: wanted a step of Orbax ({_STEP} or an item with {TREE}), "
             f"found {_names(store, '')}"
         )
     return entries
@@ -330,7 +273,7 @@ def _listed(store: Store, path: str | os.PathLike[str]) -> list[Entry]:
 def _choose(store: Store, path: str | os.PathLike[str], item: str | None) -> str:
     entries = _listed(store, path)
     _refuse_deleted(store, entries, item)
-    direct = any(entry.name == _TREE for entry in entries)
+    direct = any(entry.name == TREE for entry in entries)
     if direct and not item:
         return ""
     names = [entry.name for entry in entries if _is_item(entry)]
@@ -338,7 +281,7 @@ def _choose(store: Store, path: str | os.PathLike[str], item: str | None) -> str
         if item not in names:
             raise NotFound(f"{store.location}: wanted item {item!r}, found {_text(names)}")
         return item
-    trees = [name for name in names if store.exists(f"{name}/{_TREE}")]
+    trees = [name for name in names if store.exists(f"{name}/{TREE}")]
     preferred = [name for name in _PREFERRED if name in trees]
     if preferred or len(trees) == 1:
         return (preferred or trees)[0]
@@ -367,7 +310,7 @@ def _without_tree(where: str, present: set[str]) -> Exception:
             "restore it with Orbax and save it again"
         )
     return Damaged(
-        f"{where}: wanted {_TREE}, without which nothing tells the leaves, found {_text(present)}; "
+        f"{where}: wanted {TREE}, without which nothing tells the leaves, found {_text(present)}; "
         "Orbax does not open it either"
     )
 
@@ -385,7 +328,7 @@ def _leaf(where: str, text: str, entry: Any, impls: Mapping[str, str]) -> OrbaxL
                 f"{where}: {text}: wanted a text key of type 1 or 2, found {key!r}, {kind}"
             )
     param = ".".join(key for key, _ in keys)
-    if value_type in _EMPTY:
+    if value_type in EMPTY:
         return OrbaxLeaf(param, keys, value_type)
     if skipped or value_type not in (*_ARRAYS, "string"):
         raise Unsupported(

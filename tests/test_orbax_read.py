@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from orbax.checkpoint.experimental import v1
 
 import ckpt
-from ckpt import orbax
+from ckpt import attempts, orbax
 from ckpt.errors import CheckpointError, Damaged, Mismatch, Misuse, NotFound, Unsupported
+from ckpt.store import FileStore
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -407,6 +408,25 @@ def test_zeros_for_absent_chunks_are_believed_up_to_a_bound(
     claim(step, shape=[1000, shape[1]])
     with pytest.raises(Damaged, match=r"the chunks that are there 0;"):
         orbax.read(step, {"w": None})
+
+
+def test_one_place_tells_what_a_step_is(
+    saved: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    """A run of ours lists what this module does, also steps that have lost their metadata."""
+    whole = saved("manager")
+    for number in range(1, 5):
+        copy(whole, tmp_path / f"{number}")
+    for name in ("_CHECKPOINT_METADATA", "default/_METADATA"):
+        (tmp_path / "2" / name).unlink()
+    shutil.rmtree(tmp_path / "3")
+    (tmp_path / "3" / "photos").mkdir(parents=True)
+    (tmp_path / "4").rename(tmp_path / "4.orbax-checkpoint-tmp")
+    assert orbax.steps(tmp_path) == [1, 2]
+    listed = attempts.list_run(FileStore(tmp_path)).steps
+    assert [(step.step, step.attempt) for step in listed] == [(1, 0), (2, 0)]
+    with pytest.raises(Damaged, match="wanted _METADATA, without which nothing tells the leaves"):
+        orbax.read_tree(tmp_path / "2")
 
 
 DAMAGE: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
