@@ -14,10 +14,11 @@ from ckpt import leaves, snapshot, tree
 from ckpt.arena import Arena
 from ckpt.errors import AlreadyExists, Misuse
 from ckpt.fit import EXACT, Fit
-from ckpt.image import ArraySpec, Header
+from ckpt.image import Header
 from ckpt.leaves import LeafSpec
 from ckpt.lineage import StepId
 from ckpt.reader import Template, load
+from ckpt.specs import ArraySpec
 from ckpt.steps import open_step
 from ckpt.store import Store
 from ckpt.tree import Flat

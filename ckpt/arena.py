@@ -122,13 +122,13 @@ class Arena:
             self._drop_surplus()
         try:
             mapping = self._mapped(number, nbytes)
+            with self._free:
+                self._order.remove(number)
+                self._order.append(number)
+            self.prepare(nbytes)
         except BaseException:
             self._take_back(number)
             raise
-        with self._free:
-            self._order.remove(number)
-            self._order.append(number)
-        self.prepare(nbytes)
         return Slot(self, number, mapping)
 
     def prepare(self, nbytes: int) -> None:
@@ -285,16 +285,26 @@ class Arena:
                 grown = round_up(nbytes + _GROW_BYTES, _GROW_BYTES)
                 self._allocate(fd, size, grown)
                 size = grown
-            mapping = mmap.mmap(fd, size)
+            try:
+                mapping = mmap.mmap(fd, size)
+            except (OSError, ValueError) as error:
+                path = self.directory / slot_name(number)
+                raise StoreFailed(
+                    f"{path}: cannot map its {size} bytes: {error}; give the process more memory, "
+                    "or use fewer slots"
+                ) from error
         _prefault(mapping)
         self._maps[number] = mapping
         return mapping
 
     def _allocate(self, fd: int, size: int, grown: int) -> None:
         """Give the file all its blocks now: running out of space later would be a SIGBUS."""
-        place = os.fstatvfs(fd)
+        try:
+            place = os.fstatvfs(fd)
+            needed_bytes = grown - os.fstat(fd).st_blocks * 512
+        except OSError as error:
+            raise StoreFailed(f"{self.directory}: cannot look at a slot: {error}") from error
         free_bytes = place.f_bavail * place.f_frsize
-        needed_bytes = grown - os.fstat(fd).st_blocks * 512
         cause: OSError | None = None
         if needed_bytes <= free_bytes:
             try:

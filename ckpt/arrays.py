@@ -18,9 +18,10 @@ import numpy as np
 
 from ckpt.errors import Damaged, Misuse
 from ckpt.fetch import LISTED, Chunk, Copy, Fetch, ImageFile, aligned_bytes, aligned_empty
-from ckpt.grid import PAGE_BYTES, is_range
-from ckpt.image import ArraySpec, Header, dtype_of
+from ckpt.grid import is_range
+from ckpt.image import Header
 from ckpt.placement import ALIGNMENT_BYTES, Box, HostLeaf, boxes, is_single, place, put, whole
+from ckpt.specs import ArraySpec, dtype_of
 
 __all__ = ["ImageFile", "Report", "Request", "read_arrays"]
 
@@ -29,7 +30,6 @@ Progress = Callable[[int, int], None]
 """Told the bytes done, and the bytes in all."""
 
 _FEW_CHUNKS = 64
-PAGED_FROM_BYTES = 1 << 20
 
 
 class Request(NamedTuple):
@@ -248,15 +248,14 @@ class _Leaf:
     def chunks(self) -> list[Chunk]:
         """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
         if self._form.whole_chunk:
-            raw = aligned_bytes(self.nbytes, _alignment_bytes(self.nbytes))
+            raw = aligned_bytes(self.nbytes, ALIGNMENT_BYTES)
             self._buffers.append(raw.view(self.dtype).reshape(self.spec.shape))
             ((image, row),) = self._found.values()
             offset = int(self._catalog.headers[image].columns.offset[row])
             form = (self.spec.chunk_shape, self.dtype)
             return [Chunk(image, row, self.name, offset, self.nbytes, raw, (), *form)]
         for shape in self._form.shapes:
-            alignment_bytes = _alignment_bytes(math.prod(shape) * self.dtype.itemsize)
-            self._buffers.append(aligned_empty(shape, self.dtype, alignment_bytes))
+            self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
         find_uses = _remembered_uses if len(self._found) <= _FEW_CHUNKS else _uses
         uses = find_uses(self.spec.chunk_shape, self.boxes)
         return [self._chunk(cell, parts) for cell, parts in uses.items()]
@@ -444,11 +443,6 @@ def _index(part: Sequence[tuple[int, int]], inside: Box) -> tuple[Any, ...]:
     """The part as an index; with the ellipsis it gives a view also where there is no dimension."""
     slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(part, inside, strict=True))
     return (*slices, ...)
-
-
-def _alignment_bytes(nbytes: int) -> int:
-    """Of a buffer: what JAX wants, and direct I/O where it pays."""
-    return PAGE_BYTES if nbytes >= PAGED_FROM_BYTES else ALIGNMENT_BYTES
 
 
 def _count(box: Box) -> int:

@@ -17,11 +17,12 @@ import xxhash
 from ckpt import attempts, layout, lineage, ocdbt, orbax_json, pieces, publishing
 from ckpt.btree import renewed
 from ckpt.errors import AlreadyExists, Damaged, NotFound, StoreFailed, Superseded
-from ckpt.image import ArraySpec, Header, decode
+from ckpt.image import Header, decode
 from ckpt.layout import Part
 from ckpt.leaves import EmptySpec, LeafSpec, each_from_json
 from ckpt.lineage import Lineage, Remain, StepId
 from ckpt.recurring import Contents, Places, Recurring, Template
+from ckpt.specs import ArraySpec
 from ckpt.store import Store
 
 Json = Any

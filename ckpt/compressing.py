@@ -26,6 +26,7 @@ from ckpt.frames import LEVEL
 from ckpt.grid import CRC_BYTES, PAGE_BYTES, alignment, round_up
 from ckpt.image import Header
 from ckpt.table import COMPRESSED, PLAIN, Page
+from ckpt.threads import submitted
 
 _RUN_BYTES = 4 << 20  # of small chunks, for one thread: each is too short to let another one run
 _LARGE_BYTES = 128 << 10
@@ -174,7 +175,7 @@ def _pressed(
                     yield press, *future.result()
                     free.append(press)
                 press = free.pop()
-                pending.append((press, pool.submit(press.run, data, run)))
+                pending.append((press, submitted(pool, press.run, data, run)))
             for press, future in pending:
                 yield press, *future.result()
         except BaseException:

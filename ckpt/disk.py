@@ -7,20 +7,23 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
+from ckpt import threads
 from ckpt.errors import Damaged, NotFound, StoreFailed
+from ckpt.grid import PAGE_BYTES
 
-PAGE_BYTES = 4096
 WINDOW_BYTES = 16 << 20
 """Bytes of one bulk write: large enough for the disk, small enough to share among threads."""
 
-_Item = TypeVar("_Item")
+THREADS = 2
+"""At a time for one file."""
+
+DIRECT_FROM_BYTES = 1 << 20
+"""Buffers of this size start at a page, so that they can be read past the page cache."""
 
 
 def make_directory(directory: Path) -> None:
@@ -61,9 +64,8 @@ def is_cached(descriptor: int, offset: int) -> bool:
         os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+    except OSError:
+        return True  # the read that follows tells what is really wrong
     return True
 
 
@@ -148,29 +150,14 @@ def _write_whole(path: Path, data: memoryview, *, direct: bool) -> None:
 def _write_windows(descriptor: int, data: memoryview, *, direct: bool) -> None:
     starts = range(0, data.nbytes, WINDOW_BYTES)
     if direct:
-        by_two_threads(lambda s: _write_range(descriptor, data[s : s + WINDOW_BYTES], s), starts)
+        threads.each(
+            lambda s: _write_range(descriptor, data[s : s + WINDOW_BYTES], s), starts, THREADS
+        )
         return
     for start in starts:
         _write_range(descriptor, data[start : start + WINDOW_BYTES], start)
         # Keep writeback close behind, so that it does not pile up and stall the train step.
         os.fdatasync(descriptor)
-
-
-def by_two_threads(act: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-    """Act on each; the first error is raised when all have ended."""
-    if len(items) > 1:
-        with ThreadPoolExecutor(2) as pool:
-            try:
-                futures = [pool.submit(act, item) for item in items]
-            except RuntimeError:
-                # The interpreter ends, and no thread can be started. The last save goes out here.
-                futures = []
-        for future in futures:
-            future.result()
-        if futures:
-            return
-    for item in items:
-        act(item)
 
 
 def _write_range(descriptor: int, data: memoryview, offset: int) -> None:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.errors import Unsupported
-from ckpt.image import dtype_of
+from ckpt.specs import dtype_of
 
 FLOAT0 = np.dtype([("float0", np.void, 0)])
 """What JAX calls float0: the tangent of an integer, without any bytes."""

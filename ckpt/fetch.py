@@ -28,9 +28,10 @@ import numpy as np
 import xxhash
 from awscrt import checksums
 
+from ckpt.disk import DIRECT_FROM_BYTES
 from ckpt.errors import Damaged, NotFound
 from ckpt.frames import inflater
-from ckpt.grid import CRC_BYTES
+from ckpt.grid import CRC_BYTES, PAGE_BYTES
 from ckpt.image import Header, verify_chunk
 
 SMALL_BYTES = 256 * 1024
@@ -197,7 +198,7 @@ class Fetch:
                 self._straight(read)
 
     def _through_scratch(self, read: _Read) -> None:
-        scratch = np.empty(read.read_bytes, np.uint8)
+        scratch = aligned_bytes(read.read_bytes, 1)
         view = memoryview(scratch.data)
         if not self._fill(read, [(read.offset, view)]):
             return
@@ -212,7 +213,7 @@ class Fetch:
             _copy(chunk, raw)
 
     def _out_of_frames(self, read: _Read) -> None:
-        view = memoryview(np.empty(read.read_bytes, np.uint8).data)
+        view = memoryview(aligned_bytes(read.read_bytes, 1).data)
         if not self._fill(read, [(read.offset, view)]):
             return
         for chunk, stored_bytes in zip(read.chunks, read.frames, strict=True):
@@ -397,7 +398,9 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any], alignment_bytes: i
 
 
 def aligned_bytes(nbytes: int, alignment_bytes: int) -> np.ndarray:
-    """As `aligned_empty`: u8[nbytes]."""
+    """As `aligned_empty`: u8[nbytes]. From 1 MiB on it starts at a page: see `FileImage`."""
+    if nbytes >= DIRECT_FROM_BYTES:
+        alignment_bytes = PAGE_BYTES
     raw = np.empty(nbytes + alignment_bytes, np.uint8)
     start = -raw.ctypes.data % alignment_bytes
     return raw[start : start + nbytes]

@@ -6,7 +6,7 @@ All integers are little-endian; `size_bytes` is a multiple of 4096.
 ==================== ============================================================================
 bytes                content
 ==================== ============================================================================
-0 .. 4096            header page: the fields of `_PAGE`, zeros, and in its last 16 bytes the
+0 .. 4096            header page: the fields of `ckpt/table.py`, zeros, and in its last 16 bytes the
                      xxh3-128 of the 4080 bytes before them
 4096 .. table        chunks. Those under 64 KiB come first, each at a multiple of 64; then the
                      others, each at a multiple of 4096. Behind every chunk stands its CRC-32C
@@ -58,27 +58,8 @@ from ckpt.grid import (
     repeated,
     round_up,
 )
-from ckpt.specs import ArraySpec, ShardSpec, dtype_of
-from ckpt.table import COMPRESSED, MAGIC, PLAIN, Columns, Page
-
-__all__ = [
-    "CHUNK_LIMIT_BYTES",
-    "CRC_BYTES",
-    "MAGIC",
-    "PAGE_BYTES",
-    "ArraySpec",
-    "Columns",
-    "Header",
-    "Plan",
-    "ShardSpec",
-    "chunk_shape",
-    "decode",
-    "dtype_of",
-    "fill",
-    "payload_ranges",
-    "plan",
-    "verify_chunk",
-]
+from ckpt.specs import ArraySpec, ShardSpec
+from ckpt.table import COMPRESSED, PLAIN, Columns, Page
 
 CHUNK_LIMIT_BYTES = 64 * 2**20
 

@@ -531,7 +531,7 @@ def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
     if manager is not None and not manager._closed:
         try:
             manager.close()
-        except CheckpointError:
+        except Exception:
             _log.exception("%s: a save failed and nobody asked for it", manager.location)
 
 

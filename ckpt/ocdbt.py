@@ -20,7 +20,8 @@ from ckpt.btree import Database, Entries, encode
 from ckpt.errors import Damaged, Misuse
 from ckpt.frames import LEVEL
 from ckpt.grid import CRC_BYTES
-from ckpt.image import ArraySpec, Header, dtype_of
+from ckpt.image import Header
+from ckpt.specs import ArraySpec, dtype_of
 from ckpt.wording import counted
 
 # A zero as zarr wants it in JSON, by the start of the dtype's name; 0.0 for all others.

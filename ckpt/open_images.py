@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from ckpt import disk
+from ckpt import disk, threads
 from ckpt.errors import Damaged
-
-_DIRECT_FROM_BYTES = 1 << 20
+from ckpt.grid import PAGE_BYTES
 
 
 class ImageReader(abc.ABC):
@@ -76,11 +75,11 @@ class FileImage(ImageReader):
             for start in range(0, buffer.nbytes, disk.WINDOW_BYTES)
         ]
         with disk.translated(Path(self.name)):
-            disk.by_two_threads(lambda piece: self._fill(*piece), pieces)
+            threads.each(lambda piece: self._fill(*piece), pieces, disk.THREADS)
 
     def _fill(self, offset: int, buffer: memoryview) -> None:
         done = 0
-        if buffer.nbytes >= _DIRECT_FROM_BYTES and offset % disk.PAGE_BYTES == 0:
+        if buffer.nbytes >= disk.DIRECT_FROM_BYTES and offset % PAGE_BYTES == 0:
             done = self._fill_directly(offset, buffer)
         while done < buffer.nbytes:
             count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
@@ -93,7 +92,7 @@ class FileImage(ImageReader):
 
     def _fill_directly(self, offset: int, buffer: memoryview) -> int:
         """Whole pages past the page cache; how many bytes that were, be it none."""
-        whole = buffer.nbytes - buffer.nbytes % disk.PAGE_BYTES
+        whole = buffer.nbytes - buffer.nbytes % PAGE_BYTES
         if not disk.is_page_aligned(buffer) or disk.is_cached(self._descriptor, offset):
             return 0
         direct = self._reopened()
@@ -105,7 +104,7 @@ class FileImage(ImageReader):
                 if error.errno != errno.EINVAL:
                     raise
                 return done  # a file system that takes the flag and refuses the read
-            if count % disk.PAGE_BYTES or count == 0:
+            if count % PAGE_BYTES or count == 0:
                 return done  # its end, or a place from which there is no going on like this
             done += count
         return done
@@ -119,7 +118,7 @@ class FileImage(ImageReader):
         return self._direct
 
     def close(self) -> None:
-        for descriptor in (self._descriptor, self._direct or -1):
-            if descriptor >= 0:
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._descriptor, self._direct = -1, -1

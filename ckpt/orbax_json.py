@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ckpt.errors import Damaged
-from ckpt.image import ArraySpec
+from ckpt.specs import ArraySpec
 
 KeyPath = Sequence[tuple[str, int]]
 """Keys from the root, each with its Orbax key type: 1 in a sequence, 2 by name."""

@@ -21,9 +21,10 @@ import numpy as np
 from ckpt import image
 from ckpt.arena import Arena, Slot
 from ckpt.errors import Misuse, Unsupported
-from ckpt.image import ArraySpec, Header, ShardSpec
+from ckpt.image import Header
 from ckpt.leaves import LeafSpec, storage_view
 from ckpt.outline import Outline
+from ckpt.specs import ArraySpec, ShardSpec, dtype_of
 from ckpt.tree import Flat
 from ckpt.values import stored
 
@@ -118,8 +119,12 @@ def take(
 
 def about_bytes(tree: Any) -> int:
     """Roughly the size of this process's image of a tree: its share, if arrays are evenly owned."""
+    try:
+        leaves = jax.tree.leaves(tree)
+    except ValueError:
+        return 0  # keys of several types, which JAX does not flatten; the first save will tell
     total = 0.0
-    for leaf in jax.tree.leaves(tree):
+    for leaf in leaves:
         if isinstance(leaf, jax.Array):
             held = 1.0 if leaf.is_fully_addressable else _share_of(leaf.sharding)
             total += leaf.nbytes * held
@@ -168,7 +173,7 @@ def _plan(
         share = shares.get((shape, sharding))
         if share is None:
             share = shares[shape, sharding] = _share(value, param)
-        chunk = image.chunk_shape(share.shard_shape, image.dtype_of(dtype).itemsize)
+        chunk = image.chunk_shape(share.shard_shape, dtype_of(dtype).itemsize)
         arrays.append(ArraySpec(param, dtype, shape, chunk))
         shards += (ShardSpec(i, start, share.shard_shape) for start in share.starts)
         routes.append(share.route)

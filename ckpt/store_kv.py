@@ -23,12 +23,12 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar, final
 
 import tensorstore as ts
 
+from ckpt import threads
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
 from ckpt.open_images import ImageReader
 from ckpt.pieces import piece_name
@@ -175,7 +175,7 @@ class KvStore(SwappingStore):
     def put_many(self, files: Mapping[str, bytes]) -> None:
         for key in files:
             _checked(key)
-        _at_once(lambda item: self._write(*item), list(files.items()), READS)
+        threads.each(lambda item: self._write(*item), list(files.items()), READS)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         if not self._put_if(_checked(key), data, _ABSENT):
@@ -198,20 +198,20 @@ class KvStore(SwappingStore):
             except (NotFound, Damaged) as error:
                 return error
 
-        return _at_once(read, keys, READS)
+        return threads.each(read, keys, READS)
 
     def delete(self, key: str) -> None:
         pieces = [piece.key for piece in self._pieces(_checked(key))]
-        _at_once(self._remove, pieces or [key], READS)
+        threads.each(self._remove, pieces or [key], READS)
 
     def delete_tree(self, prefix: str) -> None:
         below = f"{_checked(prefix)}/"
-        _at_once(self._remove, [below + name for name in self._names(below)], READS)
+        threads.each(self._remove, [below + name for name in self._names(below)], READS)
 
     def delete_tree_but(self, prefix: str, name: str) -> None:
         below = f"{_checked(prefix)}/"
         keys = [below + found for found in self._names(below) if found != name]
-        _at_once(self._remove, keys, READS)
+        threads.each(self._remove, keys, READS)
 
     def clear_temporaries(self, prefix: str) -> None:
         _checked(prefix)  # there are none: an object is there as a whole or not at all
@@ -256,18 +256,18 @@ class KvStore(SwappingStore):
         ]
         old = {piece.key for piece in self._pieces(key)} - {piece.key for piece in pieces}
         try:
-            _at_once(
+            threads.each(
                 lambda piece: self._write(piece.key, bytes(data[piece.start : piece.stop])),
                 pieces,
                 WRITES,
             )
         except BaseException:
             try:
-                _at_once(self._remove, [piece.key for piece in pieces], READS)
+                threads.each(self._remove, [piece.key for piece in pieces], READS)
             except StoreFailed as error:
                 _log.warning("%s/%s: what was written of it stays: %s", self.location, key, error)
             raise
-        _at_once(self._remove, sorted(old), READS)
+        threads.each(self._remove, sorted(old), READS)
 
     def open_image(self, key: str) -> ImageReader:
         pieces = self._pieces(_checked(key)) or [Piece(key, 0, self._size(key))]
@@ -477,7 +477,7 @@ class KvImage(ImageReader):
                 for at in range(first, last, READ_BYTES):
                     stop = min(at + READ_BYTES, last)
                     requests.append((piece, at, buffer[at - offset : stop - offset]))
-        _at_once(lambda request: self._fill(*request), requests, READS)
+        threads.each(lambda request: self._fill(*request), requests, READS)
 
     def read(self, offset: int, length: int) -> bytes:
         if READ_BYTES < length <= self.size_bytes - offset:
@@ -502,21 +502,6 @@ def _checked(key: str) -> str:
     if any(_PIECE.search(part) for part in key.split("/")):
         raise Misuse(f"key {key!r}: names that end like this are those of pieces of images")
     return key
-
-
-def _at_once(act: Callable[[Any], T], items: Sequence[Any], count: int) -> list[T]:
-    """`act` of each item, up to `count` at a time. The first error is raised, once all have ended:
-    nothing goes on behind the caller's back."""
-    if len(items) < 2:
-        return [act(item) for item in items]
-    with ThreadPoolExecutor(min(count, len(items)), thread_name_prefix="ckpt-store") as pool:
-        futures = [pool.submit(act, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
 
 
 def _passes(error: Exception) -> bool:

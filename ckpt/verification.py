@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt import attempts, commit, image, layout, publishing
+from ckpt import attempts, commit, grid, image, layout, publishing
 from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
 from ckpt.image import Header
 from ckpt.lineage import StepId, counts
@@ -300,7 +300,7 @@ def _check_rows(
     first, stop = rows
     offsets, sizes = header.columns.offset, header.columns.stored
     start = int(offsets[first])
-    end = int(offsets[stop - 1]) + int(sizes[stop - 1]) + image.CRC_BYTES
+    end = int(offsets[stop - 1]) + int(sizes[stop - 1]) + grid.CRC_BYTES
     try:
         data = memoryview(reader.read(start, end - start))
     except Damaged as error:
@@ -309,7 +309,7 @@ def _check_rows(
     def check(row: int) -> tuple[int, str] | None:
         at = int(offsets[row]) - start
         try:
-            image.verify_chunk(header, row, data[at : at + int(sizes[row]) + image.CRC_BYTES])
+            image.verify_chunk(header, row, data[at : at + int(sizes[row]) + grid.CRC_BYTES])
         except Damaged as error:
             return row, str(error)
         return None

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckpt import image, ocdbt, orbax_json
-from ckpt.image import ArraySpec, ShardSpec
+from ckpt.specs import ArraySpec, ShardSpec
 
 ATTEMPT, STEP = 3, 40
 Pair = collections.namedtuple("Pair", "x y")

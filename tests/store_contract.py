@@ -15,6 +15,7 @@ import pytest
 
 from ckpt import disk
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound
+from ckpt.grid import PAGE_BYTES
 from ckpt.store import Store
 
 HOSTILE_KEYS = [
@@ -66,8 +67,8 @@ def some_bytes(size: int, seed: int = 0) -> bytes:
 
 def aligned(data: bytes, *, shift: int = 0) -> memoryview:
     """The bytes in memory that begins `shift` bytes behind a page boundary."""
-    memory = np.empty(len(data) + 2 * disk.PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % disk.PAGE_BYTES + shift
+    memory = np.empty(len(data) + 2 * PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES + shift
     view = memory[start : start + len(data)]
     view[:] = np.frombuffer(data, np.uint8)
     return memoryview(view.data)

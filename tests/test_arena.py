@@ -18,8 +18,10 @@ import pytest
 from ckpt import image, owning
 from ckpt.arena import Arena, Slot
 from ckpt.errors import InUse, Misuse, StoreFailed
-from ckpt.image import ArraySpec, Plan, ShardSpec
+from ckpt.image import Plan
 from ckpt.owning import default_directory, remove_stale, stale_arenas
+from ckpt.specs import ArraySpec, ShardSpec
+from ckpt.table import MAGIC
 
 OWNER = {"run": "runs/a"}
 
@@ -176,7 +178,7 @@ def test_slots_without_an_image_are_claimed_first(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "arena", owner=OWNER)
     put(arena, 10)
     torn = arena.claim(1)
-    torn.buffer[:8] = image.MAGIC
+    torn.buffer[:8] = MAGIC
     arena.close(remove=False)
     arena = Arena(tmp_path / "arena", owner=OWNER)
     assert steps(arena) == {0: 10}
@@ -284,7 +286,7 @@ import numpy as np
 from ckpt import image
 from ckpt.arena import Arena
 from ckpt.owning import default_directory, remove_stale, stale_arenas
-from ckpt.image import ArraySpec, ShardSpec
+from ckpt.specs import ArraySpec, ShardSpec
 
 arena = Arena(sys.argv[1], owner={"run": "dies"})
 stop = int(sys.argv[2])

@@ -17,7 +17,8 @@ from ckpt import fetch, image
 from ckpt.arrays import Request, read_arrays
 from ckpt.compressing import compressed
 from ckpt.errors import Damaged
-from ckpt.image import ArraySpec, Header, ShardSpec
+from ckpt.image import Header
+from ckpt.specs import ArraySpec, ShardSpec
 
 
 @dataclass

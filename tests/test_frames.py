@@ -20,7 +20,8 @@ from ckpt.compressing import compressed
 from ckpt.errors import Damaged, Misuse, StoreFailed, Unsupported
 from ckpt.frames import WINDOW_BYTES, Inflater, inflater
 from ckpt.grid import CRC_BYTES, PAGE_BYTES
-from ckpt.image import ArraySpec, Header, ShardSpec
+from ckpt.image import Header
+from ckpt.specs import ArraySpec, ShardSpec, dtype_of
 
 GUARD = 64
 
@@ -209,7 +210,7 @@ def test_an_image_holds_the_same_compressed(data: st.DataObject) -> None:
     for i in range(data.draw(st.integers(0, 5), label="arrays")):
         shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=4), label="shape"))
         name = data.draw(st.sampled_from(sorted(specs.DTYPES)), label="dtype")
-        dtype = image.dtype_of(name)
+        dtype = dtype_of(name)
         chunk = image.chunk_shape(shape, dtype.itemsize, data.draw(st.sampled_from([8, 99, 9999])))
         arrays.append(ArraySpec(f"p{i}", name, shape, chunk))
         sources.append(rng.integers(0, 2, math.prod(shape)).astype(dtype).reshape(shape))
@@ -244,7 +245,7 @@ def test_chunks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_compressed_has_the_bytes_that_it_always_had() -> None:
     sources = [np.arange(12, dtype=np.float32).reshape(4, 3), np.array(5)]
-    sources += [np.arange(200_000, dtype=np.uint8), np.zeros((0, 3), image.dtype_of("int4"))]
+    sources += [np.arange(200_000, dtype=np.uint8), np.zeros((0, 3), dtype_of("int4"))]
     chunks = [(2, 3), (), (100_000,), (1, 3)]
     arrays = [
         ArraySpec(name, source.dtype.name, source.shape, chunk)

@@ -22,8 +22,8 @@ from tree_cases import Dense, Keyed, Nothing, Pair, Plain, round_trip, same
 
 from ckpt import dtypes
 from ckpt.errors import Damaged, Misuse, Unsupported
-from ckpt.image import dtype_of
 from ckpt.leaves import EmptySpec, LeafSpec, differences, logical_view, storage_view
+from ckpt.specs import dtype_of
 from ckpt.tree import flatten
 from ckpt.values import revive, stored
 

@@ -33,7 +33,7 @@ from plain_ocdbt import (
 from ckpt import btree, image, ocdbt
 from ckpt.btree import Entries
 from ckpt.errors import Damaged, Misuse, Unsupported
-from ckpt.image import ArraySpec, ShardSpec
+from ckpt.specs import ArraySpec, ShardSpec, dtype_of
 
 # -- the bytes
 
@@ -246,7 +246,7 @@ def make_image(arrays: tuple[ArraySpec, ...], shards: tuple[ShardSpec, ...]) -> 
     buffer = bytearray(plan.size_bytes)
     sources = []
     for shard in shards:
-        dtype = image.dtype_of(arrays[shard.array].dtype)
+        dtype = dtype_of(arrays[shard.array].dtype)
         values = np.arange(math.prod(shard.shape)) + sum(shard.start) + 1
         sources.append(values.reshape(shard.shape).astype(dtype))
     return image.fill(plan, buffer, sources), bytes(buffer)

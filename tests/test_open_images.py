@@ -13,6 +13,7 @@ import pytest
 
 from ckpt import disk
 from ckpt.errors import Damaged, StoreFailed
+from ckpt.grid import PAGE_BYTES
 from ckpt.open_images import FileImage
 
 SIZE = (5 << 20) + 3 * 4096
@@ -36,8 +37,8 @@ def forget(path: Path) -> None:
 
 
 def paged(nbytes: int, shift: int = 0) -> np.ndarray:
-    raw = np.empty(nbytes + disk.PAGE_BYTES + shift, np.uint8)
-    start = -raw.ctypes.data % disk.PAGE_BYTES + shift
+    raw = np.empty(nbytes + PAGE_BYTES + shift, np.uint8)
+    start = -raw.ctypes.data % PAGE_BYTES + shift
     return raw[start : start + nbytes]
 
 

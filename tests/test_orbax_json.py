@@ -11,7 +11,7 @@ import pytest
 
 from ckpt import orbax_json
 from ckpt.errors import Damaged
-from ckpt.image import ArraySpec
+from ckpt.specs import ArraySpec
 
 
 @dataclass(frozen=True)

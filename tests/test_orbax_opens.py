@@ -18,7 +18,7 @@ import tensorstore as ts
 from orbax_steps import ATTEMPT, STEP, Leaf, Nothing, Pair, mesh_sharding, sample_tree, write_step
 
 from ckpt import image, ocdbt, orbax_json, specs
-from ckpt.image import ArraySpec
+from ckpt.specs import ArraySpec, dtype_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Orbax and what it imports
@@ -179,7 +179,7 @@ def test_v0_tells_what_is_there(root: Path) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_opens(tmp_path: Path, name: str) -> None:
-    values = np.arange(16).astype(image.dtype_of(name)).reshape(4, 4)
+    values = np.arange(16).astype(dtype_of(name)).reshape(4, 4)
     tree = {"host": values, "zero": np.array(values[1, 1])}
     if name not in ("int64", "uint64", "float64", "complex128"):  # jax has these in x64 mode
         tree["device"] = jax.device_put(values, mesh_sharding(4, "a"))

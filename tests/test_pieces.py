@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from ckpt import image
 from ckpt.grid import CRC_BYTES
-from ckpt.image import ArraySpec, Header, ShardSpec
+from ckpt.image import Header
 from ckpt.pieces import cuts, objects
+from ckpt.specs import ArraySpec, ShardSpec
 
 
 def header_of(shapes: list[tuple[int, int]], text: int = 0) -> Header:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ckpt import arrays as arrays_module
-from ckpt import fetch, image
+from ckpt import fetch, image, specs, table
 from ckpt.arrays import Report, Request, read_arrays
 from ckpt.errors import Damaged, Mismatch, Misuse, NotFound, StoreFailed, Unsupported
 from ckpt.placement import boxes, whole
@@ -102,11 +102,11 @@ def make_images(
         )
         shape = tuple(stop - start for start, stop in parts[0])
         chunk = image.chunk_shape(shape, array.dtype.itemsize, limit_bytes)
-        specs.append(image.ArraySpec(param, array.dtype.name, array.shape, chunk))
+        specs.append(specs.ArraySpec(param, array.dtype.name, array.shape, chunk))
         for part in parts:
             start = tuple(a for a, _ in part)
             source = array[tuple(slice(*ab) for ab in part)]
-            owned[next(turn)].append((image.ShardSpec(number, start, shape), source))
+            owned[next(turn)].append((specs.ShardSpec(number, start, shape), source))
     found = []
     for process, mine in enumerate(owned):
         plan = image.plan(specs, [shard for shard, _ in mine], {"process": process})
@@ -450,7 +450,7 @@ def test_one_missing_chunk_is_named() -> None:
     ((header, reader),) = make_images({"w": array}, {"w": None}, limit_bytes=256)
     keep = np.arange(8) != 5
     columns = header.columns
-    cut = image.Columns(
+    cut = table.Columns(
         **{
             name: getattr(columns, name)[keep]
             for name in ("array", "grid", "offset", "nbytes", "digest", "crc")
@@ -463,7 +463,7 @@ def test_one_missing_chunk_is_named() -> None:
 
 def test_a_header_that_speaks_of_more_than_there_is_costs_no_memory() -> None:
     header, reader = make_images({"w": np.zeros((8, 8), np.float32)}, {"w": None})[0]
-    vast = image.ArraySpec("w", "float32", (2**40, 8), (8, 8))
+    vast = specs.ArraySpec("w", "float32", (2**40, 8), (8, 8))
     images = [(replace(header, arrays=(vast,)), reader)]
     with pytest.raises(Damaged, match=r"chunk \(1, 0\)(?s:.)*and others$"):
         read_arrays(images, [Request("w")])

@@ -26,6 +26,7 @@ from ckpt.arena import Arena
 from ckpt.errors import Misuse, StoreFailed
 from ckpt.leaves import logical_view
 from ckpt.snapshot import Snapshot, SnapshotPlan
+from ckpt.specs import dtype_of
 
 MESHES = [((8,), ("x",)), ((4, 2), ("x", "y")), ((2, 2, 2), ("x", "y", "z")), ((1,), ("x",))]
 DTYPES = [
@@ -56,7 +57,7 @@ def read(state: Any, taken: Snapshot) -> dict[str, np.ndarray]:
     raw = bytes(taken.slot.buffer)
     header = image.decode(lambda o, n: raw[o : o + n], len(raw), "slot")
     assert header.digest == taken.header.digest
-    whole = {a.param: np.empty(a.shape, image.dtype_of(a.dtype)) for a in header.arrays}
+    whole = {a.param: np.empty(a.shape, dtype_of(a.dtype)) for a in header.arrays}
     filled = {a.param: 0 for a in header.arrays}
     for row, (offset, length) in enumerate(image.payload_ranges(header).tolist()):
         stored = raw[offset : offset + length]
@@ -64,7 +65,7 @@ def read(state: Any, taken: Snapshot) -> dict[str, np.ndarray]:
         spec = header.arrays[header.columns.array[row]]
         at = header.columns.grid[row, : len(spec.shape)].tolist()
         index = tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, spec.chunk_shape, strict=True))
-        chunk = np.frombuffer(stored[:-4], image.dtype_of(spec.dtype)).reshape(spec.chunk_shape)
+        chunk = np.frombuffer(stored[:-4], dtype_of(spec.dtype)).reshape(spec.chunk_shape)
         whole[spec.param][index] = chunk
         filled[spec.param] += chunk.size
     assert filled == {a.param: int(np.prod(a.shape)) for a in header.arrays}, "twice or never"
