@@ -285,7 +285,6 @@ import sys
 import numpy as np
 from ckpt import image
 from ckpt.arena import Arena
-from ckpt.owning import default_directory, remove_stale, stale_arenas
 from ckpt.specs import ArraySpec, ShardSpec
 
 arena = Arena(sys.argv[1], owner={"run": "dies"})
@@ -474,79 +473,3 @@ def test_without_jax() -> None:
     """The writer imports these, and must start fast and survive a broken accelerator."""
     code = "import sys, ckpt.arena; print([m for m in ('jax', 'tensorstore') if m in sys.modules])"
     assert child(code).communicate(timeout=60)[0] == "[]\n"
-
-
-def test_free_slots_are_warmed_in_the_background(arena: Arena) -> None:
-    """After one claim the next one finds its slot grown and mapped; no image is touched."""
-    arena.prepare(3 << 20)
-    preparing = arena._preparing
-    if preparing is not None:
-        preparing.join()
-    assert sorted(arena._maps) == [0, 1]
-    assert all(len(mapping) >= 3 << 20 for mapping in arena._maps.values())
-    mappings = dict(arena._maps)
-    with_both = [arena.claim(3 << 20), arena.claim(2 << 20)]
-    assert arena._maps == mappings
-    for slot in with_both:
-        slot.release()
-
-
-def test_closing_waits_for_what_is_being_warmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-    mapped = Arena._mapped
-
-    def slow(arena: Arena, number: int, nbytes: int) -> Any:
-        entered.set()
-        assert go_on.wait(60)
-        return mapped(arena, number, nbytes)
-
-    monkeypatch.setattr(Arena, "_mapped", slow)
-    arena = Arena(tmp_path / "arena", owner={})
-    arena.prepare(1 << 20)
-    assert entered.wait(60)
-    closing = threading.Thread(target=arena.close, kwargs={"remove": True})
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive()
-    assert (tmp_path / "arena").exists()
-    go_on.set()
-    closing.join(60)
-    assert not (tmp_path / "arena").exists()
-    assert arena._preparing is None
-
-
-def test_a_finalizer_in_the_warming_thread_closes_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mapped = Arena._mapped
-
-    def closing(arena: Arena, number: int, nbytes: int) -> Any:
-        arena.close(remove=True)
-        return mapped(arena, number, nbytes)
-
-    monkeypatch.setattr(Arena, "_mapped", closing)
-    arena = Arena(tmp_path / "arena", owner={})
-    arena.prepare(1 << 20)
-    preparing = arena._preparing
-    if preparing is not None:
-        preparing.join(60)
-    assert not (tmp_path / "arena").exists()
-    with pytest.raises(Misuse, match="closed"):
-        arena.claim(1)
-
-
-def test_no_room_to_warm_is_left_for_the_claim_to_tell(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise StoreFailed("planted")
-
-    monkeypatch.setattr(Arena, "_allocate", full)
-    arena.prepare(1 << 20)
-    preparing = arena._preparing
-    if preparing is not None:
-        preparing.join(60)
-    with pytest.raises(StoreFailed, match="planted"):
-        arena.claim(1 << 20)

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -229,16 +230,47 @@ def test_a_copy_that_finds_no_memory_fails_the_save_and_not_the_next(
     root = tmp_path / "run"
     with ckpt.CheckpointManager(tier(root), arena=tmp_path / "arena", slots=1) as m:
         m.resume()
-        with mock.patch("mmap.mmap", side_effect=OSError(12, "Cannot allocate memory")):
-            pending = m.save(1, state_of(1)) if m._arena is None else None
-        assert pending is None
-        with mock.patch("ckpt.compressing._memory", side_effect=ckpt.StoreFailed("no room")):
+        with mock.patch("ckpt.compressing.mmap") as module:
+            module.mmap.side_effect = OSError(12, "planted")
             pending = m.save(1, state_of(1))
             assert pending is not None
-            with pytest.raises(ckpt.StoreFailed, match="no room"):
+            with pytest.raises(ckpt.StoreFailed, match=r"no room for a compressed copy.*planted"):
                 pending.wait(timeout=60)
         m.save(2, state_of(2))
     assert ckpt.open(root).all_steps() == [2]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_the_last_saves_of_a_trainer_that_never_closes(
+    tmp_path: Path, compression: str | None
+) -> None:
+    """They are still in the queue when the interpreter ends, and no thread can be started."""
+    program = """
+        import sys
+        import numpy as np
+        import ckpt
+        compression = sys.argv[2] or None
+        m = ckpt.CheckpointManager(ckpt.Shared(sys.argv[1], compression=compression))
+        m.resume()
+        state = {str(i): np.full(300_000, float(i)) for i in range(8)}
+        for step in (1, 2):
+            m.save(step, {**state, "step": np.int64(step)})
+    """
+    root = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(root), compression or ""],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ckpt.open(root).all_steps() == [1, 2]
+    found = ckpt.restore(root).state
+    assert found["step"] == 2
+    assert all((found[str(i)] == i).all() for i in range(8))
 
 
 # -- others
