@@ -17,12 +17,12 @@ from ckpt.fit import EXACT, Fit
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec
 from ckpt.lineage import StepId
+from ckpt.pending import TIER, Pending
 from ckpt.reader import Template, load
 from ckpt.specs import ArraySpec
 from ckpt.steps import open_step
 from ckpt.store import Store
 from ckpt.tree import Flat
-from ckpt.writer import TIER, Pending
 
 Json = Any
 _NAMED = 20
@@ -76,8 +76,8 @@ class Newest:
         if self.pending is not None:
             # Reading it, should that be needed, must find it; and of a failed one nothing is there,
             # nor are all processes: where it failed, its number may still be free.
-            self.pending._done.wait()
-            if self.pending._error is not None:
+            self.pending.ended(None)
+            if self.pending.error is not None:
                 return self.pending, plan
         # Each process compares what it wrote. They do not settle it together: after a failure of
         # one of them, the same call can be the first for one process and the second for another.
@@ -85,7 +85,7 @@ class Newest:
         if self.pending is not None:
             return self.pending, plan
         pending = Pending(step, (TIER,))
-        pending._finish()
+        pending.finish()
         return pending, plan
 
 

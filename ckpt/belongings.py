@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import final
 
 from ckpt.arena import Arena
+from ckpt.pending import Background
 from ckpt.processes import Processes
-from ckpt.writer import Pending, Writer
+from ckpt.writer import Writer
 
 _log = logging.getLogger("ckpt")
 _leaving: list[tuple[Path, threading.Thread]] = []
@@ -26,15 +27,9 @@ _leaving: list[tuple[Path, threading.Thread]] = []
 class Belongings:
     """Arena and writer of a manager, without the manager."""
 
-    def __init__(
-        self,
-        location: str,
-        processes: Processes,
-        pending: list[Pending],
-        unheard: list[BaseException],
-    ) -> None:
+    def __init__(self, location: str, processes: Processes, background: Background) -> None:
         self._location, self._processes = location, processes
-        self._pending, self._unheard = pending, unheard
+        self._background = background
         self._pid = os.getpid()
         self.arena: Arena | None = None
         self.writer: Writer | None = None
@@ -52,12 +47,8 @@ class Belongings:
     def _end(self) -> None:
         assert self.arena is not None
         try:
-            errors = [pending.unheard_error for pending in self._pending]
-            for error in (*errors, *self._unheard):
-                if error is not None:
-                    _log.error(
-                        "%s: a save failed and nobody asked for it: %s", self._location, error
-                    )
+            for error in self._background.untold():
+                _log.error("%s: a save failed and nobody asked for it: %s", self._location, error)
             self._processes.leave("its manager was dropped")
         except Exception:
             _log.exception("%s: while a dropped manager let go", self._location)

@@ -25,6 +25,7 @@ from ckpt.lineage import StepId, choose
 from ckpt.loading import DEFAULT, Loading
 from ckpt.meta import Notes, meta_of
 from ckpt.owning import default_directory, remove_stale
+from ckpt.pending import TIER, Background, Pending
 from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
 from ckpt.reader import (
     MISSING,
@@ -36,7 +37,7 @@ from ckpt.retention import Best
 from ckpt.start import Start, Started, Wish, batches_of
 from ckpt.store import Store, open_store
 from ckpt.tiers import Shared
-from ckpt.writer import TIER, Job, Pending, Writer, matter_of
+from ckpt.writer import Job, Writer, matter_of
 
 Json = Any
 P = ParamSpec("P")
@@ -83,11 +84,10 @@ class CheckpointManager:
     ) -> None:
         self.tier = tier if isinstance(tier, Shared) else Shared(tier)
         # The writer's thread must not hold the manager, or it would never be collected.
-        self._unheard: list[BaseException] = []
-        """Errors of the background that belong to no Pending."""
+        self._background = Background()
         self._store: Store = open_store(self.tier.location)
         self._reader = Reader(self._store)
-        self._keeper = Keeper(self._store, self.tier.keep, self._unheard.append)
+        self._keeper = Keeper(self._store, self.tier.keep, self._background.unheard.append)
         self._processes: Processes = of_run(self._store.location)
         self._timeout_s = timeout_s
         self._slots = slots
@@ -101,7 +101,6 @@ class CheckpointManager:
         self._attempt: Started | None = None
         """That attempt, once it has decided."""
         self._plan: snapshot.SnapshotPlan | None = None
-        self._pending: list[Pending] = []
         self._last: Newest | None = None
         """Newest step saved or restored by this attempt."""
         self._superseded: Superseded | None = None
@@ -109,7 +108,7 @@ class CheckpointManager:
         self._closed = False
         self._lock = threading.RLock()
         """Held by every call that changes something; never by the writer's thread."""
-        self._belongings = Belongings(self.location, self._processes, self._pending, self._unheard)
+        self._belongings = Belongings(self.location, self._processes, self._background)
         self._collected = weakref.finalize(self, self._belongings.let_go)
         self._collected.atexit = False
         # A trainer that ends without close() must not lose its last save.
@@ -332,7 +331,7 @@ class CheckpointManager:
                 This one has begun all the same, as in the other processes.
         """
         step = check_step_number(step)
-        earlier = list(self._pending)
+        earlier = list(self._background.pendings)
         with self._peers_told(step):
             self._note_superseded()
             self._must_be_open()
@@ -381,7 +380,7 @@ class CheckpointManager:
                 figures,
             )
         )
-        self._pending.append(pending)
+        self._background.pendings.append(pending)
         held = Held(flat.specs, [taken_snapshot.header], flat.structure)
         self._last = Newest(step_id, taken, tuple(taken), pending, held)
         return pending
@@ -394,11 +393,7 @@ class CheckpointManager:
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""
-        end = None if timeout is None else time.monotonic() + timeout
-        for pending in list(self._pending):
-            left = None if end is None else max(0.0, end - time.monotonic())
-            if not pending._done.wait(left):
-                raise TimeoutError(f"step {pending.step}: not durable after {timeout} s")
+        self._background.wait(timeout)
         self._raise_background_errors()
 
     @_one_at_a_time
@@ -481,7 +476,7 @@ class CheckpointManager:
                 self._store,
                 self._processes,
                 self._keeper.saved,
-                self._unheard.append,
+                self._background.unheard.append,
                 timeout_s=self._timeout_s,
                 compression=self.tier.compression,
             )
@@ -494,28 +489,16 @@ class CheckpointManager:
             self._writer.close()
             self._writer = None
         self._raise_background_errors()
-        self._pending.clear()
+        self._background.pendings.clear()
 
     @_one_at_a_time
     def _raise_background_errors(self, pendings: Sequence[Pending] | None = None) -> None:
         """Raise the oldest error of the background that nobody has been told."""
         self._note_superseded()
-        for pending in list(self._pending) if pendings is None else pendings:
-            if not pending._done.is_set():
-                continue
-            if (error := pending.unheard_error) is not None:
-                raise error
-            self._pending.remove(pending)
-        if self._unheard:
-            raise self._unheard.pop(0)
+        self._background.raise_error(pendings)
 
     def _note_superseded(self) -> None:
-        for pending in self._pending:
-            if pending._done.is_set() and isinstance(pending._error, Superseded):
-                self._superseded = pending._error
-        for error in self._unheard:
-            if isinstance(error, Superseded):
-                self._superseded = error
+        self._superseded = self._background.superseded() or self._superseded
 
     def _must_be_open(self) -> None:
         self._note_superseded()

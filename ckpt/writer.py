@@ -19,7 +19,6 @@ from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
     Damaged,
-    Misuse,
     NotFound,
     PeerFailed,
     StoreFailed,
@@ -27,10 +26,10 @@ from ckpt.errors import (
 )
 from ckpt.image import Header
 from ckpt.lineage import Lineage, StepId
+from ckpt.pending import Pending
 from ckpt.processes import Matter, Processes
 from ckpt.store import Store
 
-TIER = "shared"
 _POLL_S = 0.02
 _POLL_LIMIT_S = 0.5
 
@@ -41,69 +40,6 @@ class Slot(Protocol):
     buffer: memoryview
 
     def release(self) -> None: ...
-
-
-class Pending:
-    """A save on its way. `wait` raises what went wrong; so does the next save if nobody asks."""
-
-    def __init__(self, step: int, tiers: tuple[str, ...]) -> None:
-        self.step = step
-        self.tiers = tiers
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._heard = False
-
-    def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self._done.is_set() else "on its way"
-        return f"Pending(step={self.step}, {state})"
-
-    def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
-        """Block until the step is acknowledged by a tier (all that are due without a name).
-
-        "snapshot" returns at once: the copy was taken before `save` returned.
-
-        Raises:
-            Misuse: the tier is not due for this save.
-            TimeoutError: not yet done after `timeout` seconds; the save goes on.
-            CheckpointError: the save failed.
-        """
-        self._check(tier)
-        if tier == "snapshot":
-            return
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"step {self.step}: not durable after {timeout} s; still writing")
-        self._heard = True
-        if self._error is not None:
-            raise self._error
-
-    def done(self, tier: str | None = None) -> bool:
-        """Is the step acknowledged by the tier (by all that are due)? Raises what went wrong."""
-        self._check(tier)
-        if tier == "snapshot":
-            return True
-        if not self._done.is_set():
-            return False
-        self._heard = True
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def _check(self, tier: str | None) -> None:
-        if tier is not None and tier != "snapshot" and tier not in self.tiers:
-            due = ", ".join(("snapshot", *self.tiers))
-            raise Misuse(f"step {self.step}: tier {tier!r} is not due; due are: {due}")
-
-    def _finish(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._done.set()
-
-    @property
-    def unheard_error(self) -> BaseException | None:
-        """The error nobody has been told yet; telling it."""
-        if self._done.is_set() and self._error is not None and not self._heard:
-            self._heard = True
-            return self._error
-        return None
 
 
 @dataclass(frozen=True)
@@ -183,9 +119,9 @@ class Writer:
             try:
                 figures = self._write(job)
             except BaseException as error:
-                job.pending._finish(error)
+                job.pending.finish(error)
                 continue
-            job.pending._finish()
+            job.pending.finish()
             if figures is not None:
                 try:
                     self._committed(job.id, job.line, figures)

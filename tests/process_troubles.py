@@ -76,7 +76,7 @@ def unsupported_for_one(stage: Stage) -> dict[str, Any]:
         m.save(1, state(1)).wait()
         tree = state(2) if stage.index == 0 else {**state(2), "host": object()}
         save_error = error_of(lambda: m.save(2, tree))
-        wait_error = None if save_error else error_of(lambda: m._pending[-1].wait())
+        wait_error = None if save_error else error_of(lambda: m._background.pendings[-1].wait())
         stage.meet()  # or process 1 writes its part in time after all
         again = error_of(lambda: m.save(2, state(2)).wait())
         m.save(3, state(3)).wait()

@@ -301,10 +301,10 @@ def test_a_failed_save_is_never_lost(root: Path, broken_disk: list) -> None:
     pending = m.save(1, state_of(1))
     with pytest.raises(ckpt.StoreFailed, match="disk on fire"):
         pending.wait()
-    m.save(2, state_of(2))._done.wait()
+    m.save(2, state_of(2)).ended(None)
     with pytest.raises(ckpt.StoreFailed, match="disk on fire"):
         m.save(3, state_of(3))
-    m.save(3, state_of(3))._done.wait()
+    m.save(3, state_of(3)).ended(None)
     with pytest.raises(ckpt.StoreFailed, match="disk on fire"):
         m.close()
     broken_disk.clear()

@@ -80,7 +80,7 @@ def test_a_failed_save_is_told_and_the_next_one_works(kind: str, told: bool, pla
                     error = caught
                 third = manager.save(3, state_of(103), data=rows)
             else:
-                pending._done.wait(60)
+                pending.ended(60)
                 try:
                     third = manager.save(3, state_of(103), data=rows)
                 except StoreFailed as caught:
@@ -160,7 +160,9 @@ def test_what_goes_wrong_after_a_step_does_not_hold_up_the_next(
     monkeypatch.setattr(manager._keeper, "doomed", doomed)
     run.save(manager, 2, 102, rows)
     rows.take()
-    while not manager._unheard:  # the writer comes to it a moment after the acknowledgement
+    while (
+        not manager._background.unheard
+    ):  # the writer comes to it a moment after the acknowledgement
         time.sleep(0.001)
     with pytest.raises(RuntimeError, match="a bug in retention"):
         manager.save(3, state_of(103), data=rows)
