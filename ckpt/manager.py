@@ -183,7 +183,8 @@ class CheckpointManager:
         Raises:
             NotFound: `must_exist`, and nothing is there.
             Damaged: there are steps, and none is intact.
-            Mismatch: the step is not what `like` says. Nothing was changed.
+            Mismatch: the step is not what `like` says, or has no state of an iterator in `data`.
+                Nothing was changed.
             InUse, StoreFailed, PeerFailed, Superseded.
         """
         return self._start(
@@ -203,6 +204,10 @@ class CheckpointManager:
 
         An older step than the newest opens a branch, and this call decides it: the next start goes
         on from `step`, even if nothing is saved after it. To look at a step, use `ckpt.restore`.
+
+        Args:
+            fit: what may differ between `like` and what was saved.
+            loading: memory and threads, and whether the memory of `like` is let go first.
 
         Returns what `resume` does. Raises as it does; NotFound when there is nothing.
         """
@@ -229,7 +234,9 @@ class CheckpointManager:
             skip_steps: half-open range of steps, as the newest attempt counted them; step s used
                 the batch that made it step s.
             skip_batches: half-open range of batches counted from 0; batch b made step b + 1.
+            reason: why, kept in the record of the attempt.
             guard: state of the spike guard, kept until a step is saved on the new branch.
+            loading: as for `resume`: memory and threads, and whether `like` is let go first.
 
         If `to` is damaged, the next older intact step is taken; the report says so.
 
@@ -271,7 +278,8 @@ class CheckpointManager:
             dropped = wish.data is not None and not states.named(wish.data)
             named = () if dropped else tuple(saved)
             self._last = Newest(source, states.take(wish.data), named)
-        if self._arena is not None and (nbytes := snapshot.about_bytes(restored.state)):
+        nbytes = restored.report.bytes_needed or snapshot.about_bytes(restored.state)
+        if self._arena is not None and nbytes:
             self._arena.prepare(nbytes)  # while the train step is compiled
         return restored
 

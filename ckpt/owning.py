@@ -28,6 +28,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(0|[1-9][0-9]{0,3})")
 _LOCK_NAME = "lock"
 _FORMAT = "lastgood arena 1"
+_WRITTEN_WITHIN_S = 60.0
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -79,8 +80,9 @@ def _each_stale(parent: Path, *, remove: bool) -> Iterator[StaleArena]:
             os.close(directory_fd)
             continue
         try:
-            owner = _read_owner(lock_fd)
-            ours = os.fstat(directory_fd).st_uid == os.geteuid() and owner.get("format") == _FORMAT
+            owner = _parse_owner(lock_fd)
+            known = owner.get("format") == _FORMAT or _died_early(lock_fd, directory_fd)
+            ours = os.fstat(directory_fd).st_uid == os.geteuid() and known
             if ours and _try_lock(lock_fd):
                 numbers = slot_numbers(directory_fd)
                 blocks = [
@@ -120,7 +122,7 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, 
                 raise StoreFailed(f"{directory}: cannot open its lock: {failed}") from failed
             error = failed
             continue
-        if not _try_lock(lock_fd):
+        if not _patiently(lock_fd):
             text = _describe(_read_owner(lock_fd))
             os.close(lock_fd)
             os.close(directory_fd)
@@ -189,20 +191,42 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+def _patiently(fd: int) -> bool:
+    """`_try_lock`; somebody who only looks for what the dead left behind lets go at once."""
+    for _ in range(8):
+        if _try_lock(fd):
+            return True
+        time.sleep(0.02)
+    return _try_lock(fd)
+
+
 def _owner_text(owner: dict[str, Any]) -> str:
     known = {"format": _FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
     return json.dumps({**known, "since_ns": time.time_ns(), **owner})
 
 
 def _read_owner(fd: int) -> dict[str, Any]:
-    """What the lock says about its owner; empty when it says nothing (yet)."""
+    """What the lock says about its live owner; empty when it says nothing."""
     for _ in range(20):
-        with contextlib.suppress(ValueError):
-            owner = json.loads(os.pread(fd, 65536, 0))
-            if isinstance(owner, dict):
-                return owner
+        if owner := _parse_owner(fd):
+            return owner
         time.sleep(0.005)  # its owner has the lock and is about to write this
     return {}
+
+
+def _parse_owner(fd: int) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        owner = json.loads(os.pread(fd, 65536, 0))
+        if isinstance(owner, dict):
+            return owner
+    return {}
+
+
+def _died_early(lock_fd: int, directory_fd: int) -> bool:
+    """Whether an owner was killed before it wrote who it is: an old empty lock, nothing else."""
+    found = os.fstat(lock_fd)
+    old = time.time() - found.st_mtime > _WRITTEN_WITHIN_S
+    return old and found.st_size == 0 and os.listdir(directory_fd) == [_LOCK_NAME]
 
 
 def _describe(owner: dict[str, Any]) -> str:

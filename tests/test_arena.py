@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -418,12 +419,20 @@ def test_stale_arenas_are_found_and_freed(tmp_path: Path) -> None:
     foreign.mkdir(mode=0o700)
     (foreign / "lock").write_text("{}")
     (foreign / "slot-0").write_text("not an arena")
+    for name, age_s in (("early-p0", 3600), ("beginning-p0", 0)):  # killed before it wrote the text
+        (tmp_path / name).mkdir(mode=0o700)
+        (tmp_path / name / "lock").touch()
+        os.utime(tmp_path / name / "lock", (time.time() - age_s,) * 2)
     (tmp_path / "link").symlink_to(tmp_path / "y-p0")
 
-    (found,) = stale_arenas(tmp_path)
+    early, found = stale_arenas(tmp_path)
+    assert early.directory == tmp_path / "early-p0"
     assert (found.directory, found.owner["run"]) == (tmp_path / "y-p0", "dead")
     assert found.size_bytes >= plan_of(100, 2).size_bytes
-    assert [s.directory for s in remove_stale(tmp_path)] == [tmp_path / "y-p0"]
+    assert [s.directory for s in remove_stale(tmp_path)] == [
+        tmp_path / "early-p0",
+        tmp_path / "y-p0",
+    ]
     assert stale_arenas(tmp_path) == []
     assert [p.name for p in (tmp_path / "y-p0").iterdir()] == ["notes"]
     assert (foreign / "slot-0").exists()
