@@ -401,6 +401,6 @@ def aligned_bytes(nbytes: int, alignment_bytes: int) -> np.ndarray:
     """As `aligned_empty`: u8[nbytes]. From 1 MiB on it starts at a page: see `FileImage`."""
     if nbytes >= DIRECT_FROM_BYTES:
         alignment_bytes = PAGE_BYTES
-    raw = np.empty(nbytes + alignment_bytes, np.uint8)
+    raw = np.empty(nbytes + alignment_bytes - 1, np.uint8)
     start = -raw.ctypes.data % alignment_bytes
     return raw[start : start + nbytes]
