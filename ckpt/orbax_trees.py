@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from ckpt import orbax, tree
-from ckpt.errors import Mismatch, Unsupported
+from ckpt.errors import Mismatch
 from ckpt.leaves import ARRAYS, SCALARS, LeafSpec
 from ckpt.loading import DEFAULT, Loading, let_go
-from ckpt.placement import boxes, narrowed
+from ckpt.placement import must_fit
 
 
 def restore_tree(
@@ -55,7 +55,9 @@ def restore_tree(
     )
     if wrong:
         raise Mismatch(f"{os.fspath(path)}: the saved tree is not the one in `like`", wrong)
-    _must_fit_devices(flat)
+    for leaf in flat.leaves:
+        if leaf.spec.kind in ("jax", "key"):
+            must_fit(leaf.spec, _sharding(leaf))
     if loading.donate:
         let_go(flat.values)
     values: dict[str, Any] = {}
@@ -88,21 +90,6 @@ def _nbytes(spec: orbax.SavedArray) -> int:
     if spec.shape is None or spec.dtype is None:
         return 0
     return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
-
-
-def _must_fit_devices(flat: tree.Flat) -> None:
-    """Known before anything is read, and before the memory of the template is let go."""
-    wide = narrowed()
-    for leaf in flat.leaves:
-        spec, sharding = leaf.spec, _sharding(leaf)
-        if spec.kind == "jax" and spec.dtype in wide:
-            raise Unsupported(
-                f"{leaf.name}: wanted {spec}, but JAX would make it {wide[spec.dtype]}; set "
-                "jax_enable_x64, or give a NumPy array in `like`"
-            )
-        if sharding is not None:
-            dtype = np.dtype(np.uint32 if spec.kind == "key" else leaf.value.dtype)
-            boxes(spec.shape, dtype, sharding, leaf.name)
 
 
 def _sharding(leaf: tree.Leaf) -> Any:

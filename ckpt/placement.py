@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ckpt import dtypes
 from ckpt.errors import Mismatch, Unsupported
+from ckpt.leaves import LeafSpec
 
 ALIGNMENT_BYTES = 64
 
@@ -36,11 +38,16 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
-def narrowed() -> dict[str, str]:
-    """Dtypes that JAX, as it is set up, does not have, and what it takes for each."""
-    wide = ("int64", "uint64", "float64", "complex128")
-    taken = {name: str(jax.dtypes.canonicalize_dtype(name)) for name in wide}
-    return {name: other for name, other in taken.items() if name != other}
+def must_fit(target: LeafSpec, sharding: jax.sharding.Sharding | None) -> None:
+    """What comes to devices by way of the host must fit there: to be asked before it is read.
+
+    target: a jax array or an array of keys, as the template has it; sharding: None where it stays
+    uncommitted. Raises as `boxes`.
+    """
+    dtype = np.dtype(np.uint32) if target.kind == "key" else dtypes.parse(target.dtype)
+    _must_not_be_narrowed(f"{target.name}: wanted {target}", dtype)
+    if sharding is not None:
+        boxes(target.shape, dtype, sharding, target.name)
 
 
 def boxes(
@@ -52,17 +59,21 @@ def boxes(
         Mismatch: the sharding does not fit the shape.
         Unsupported: JAX, as it is set up, has no arrays of this dtype and would narrow it.
     """
-    narrowed = jax.dtypes.canonicalize_dtype(dtype)
-    if narrowed != dtype:
-        raise Unsupported(
-            f"{name}: saved as {dtype}, but JAX would make it {narrowed}; "
-            "set jax_enable_x64, or restore it to the host without a sharding"
-        )
+    _must_not_be_narrowed(f"{name}: saved as {dtype}", dtype)
     try:
         return _boxes(shape, sharding)
     except (ValueError, IndexError) as error:
         line = f"{name}: wanted {sharding}, found shape {list(shape)}"
         raise Mismatch("a sharding does not fit the saved array", [line]) from error
+
+
+def _must_not_be_narrowed(what: str, dtype: np.dtype[Any]) -> None:
+    narrowed = jax.dtypes.canonicalize_dtype(dtype)
+    if narrowed != dtype:
+        raise Unsupported(
+            f"{what}, but JAX would make it {narrowed}; set jax_enable_x64, or give a NumPy array "
+            "in `like`"
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt import collector, dtypes, leaves, placement, tree
 from ckpt.arrays import Report, Request, read_arrays
-from ckpt.errors import Mismatch, Unsupported
+from ckpt.errors import Mismatch
 from ckpt.fit import EXACT, Fit, pair
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec, logical_view
@@ -74,7 +74,9 @@ def _read_tree(
     if len(read) < len(values):
         _must_have_values(flat, pairing.saved, where)
     wants = [_want(pairing.saved[flat.specs[i].name], flat.specs[i], values[i]) for i in read]
-    _must_fit_devices(wants)
+    for want in wants:
+        if want.on_device and want.sharding is None:
+            placement.must_fit(want.target, want.final)
     if loading.donate:
         _let_go(wants, values, set(read))
     found, report = _read(step, wants, loading)
@@ -99,27 +101,6 @@ def _is_bare(value: Any) -> bool:
     if isinstance(value, jax.Array):
         return value.is_deleted()
     return isinstance(value, jax.ShapeDtypeStruct)
-
-
-def _must_fit_devices(wants: Sequence[_Want]) -> None:
-    """What is not read straight to its devices must fit there, too; known before it is read."""
-    wide = placement.narrowed()
-    late = [
-        want
-        for want in wants
-        if want.sharding is None
-        and want.on_device
-        and (want.final is not None or want.target.dtype in wide)
-    ]
-    for want in late:
-        target = want.target
-        if target.dtype in wide:
-            raise Unsupported(
-                f"{target.name}: wanted {target}, but JAX would make it {wide[target.dtype]}; set "
-                "jax_enable_x64, or give a NumPy array in `like`"
-            )
-        if want.final is not None and target.kind != "key":
-            placement.boxes(target.shape, dtypes.parse(target.dtype), want.final, target.name)
 
 
 def _let_go(wants: Sequence[_Want], values: list[Any], read: Container[int]) -> None:
