@@ -7,7 +7,7 @@ import functools
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
+from ckpt import image
 from ckpt.errors import Damaged
 from ckpt.lineage import StepId
 from ckpt.manager import CheckpointManager
@@ -156,6 +157,32 @@ class Step:
         restored = Reader(self.store).restore_step(self.id)
         assert restored.report.damage == (), what
         assert bits(restored.state) == saved_bits(self.step), f"{what}: WRONG VALUES"
+
+
+def damage_image(path: Path) -> None:
+    (name,) = (path / "state/d").glob("*.image")
+    data = bytearray(name.read_bytes())
+    header = image.decode(lambda at, n: bytes(data[at : at + n]), len(data), "")
+    start = image.payload_ranges(header)[0, 0]
+    data[start] ^= 4
+    name.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "image": damage_image,
+    "image gone": lambda path: next((path / "state/d").glob("*.image")).unlink(),
+    "image cut": lambda path: os.truncate(next((path / "state/d").glob("*.image")), 5000),
+    "marker": lambda path: (path / "commit_success.txt").write_bytes(b"{}"),
+    "marker gone": lambda path: (path / "commit_success.txt").unlink(),
+    "marker empty": lambda path: (path / "commit_success.txt").write_bytes(b""),
+    "manifest": lambda path: (path / "manifest.json").write_bytes(b"{}"),
+    "manifest gone": lambda path: (path / "manifest.json").unlink(),
+    "tree": lambda path: (path / "tree.json").write_bytes(b"{}"),
+    "tree gone": lambda path: (path / "tree.json").unlink(),
+    "all empty": lambda path: [each.write_bytes(b"") for each in path.rglob("*") if each.is_file()],
+    "all gone": lambda path: [each.unlink() for each in path.rglob("*") if each.is_file()],
+}
+"""What is done to the directory of a step; none of it can be restored afterwards."""
 
 
 def flip(file: int, at: int, mask: int) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt import image
 from ckpt.errors import CheckpointError, Damaged, NotFound
 from ckpt.manager import CheckpointManager
 from ckpt.reader import Reader
@@ -24,6 +23,7 @@ from ckpt.tiers import Shared
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Orbax and what it imports
 from damaged_steps import (
+    DAMAGES,
     Stream,
     bits,
     flip,
@@ -110,31 +110,6 @@ def test_a_flipped_bit_in_any_byte_of_an_attempt_record(run: Path, name: str) ->
 
 
 # --- falling back --------------------------------------------------------------------------------
-
-
-def damage_image(path: Path) -> None:
-    (name,) = (path / "state/d").glob("*.image")
-    data = bytearray(name.read_bytes())
-    header = image.decode(lambda at, n: bytes(data[at : at + n]), len(data), "")
-    start = image.payload_ranges(header)[0, 0]
-    data[start] ^= 4
-    name.write_bytes(data)
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "image": damage_image,
-    "image gone": lambda path: next((path / "state/d").glob("*.image")).unlink(),
-    "image cut": lambda path: os.truncate(next((path / "state/d").glob("*.image")), 5000),
-    "marker": lambda path: (path / "commit_success.txt").write_bytes(b"{}"),
-    "marker gone": lambda path: (path / "commit_success.txt").unlink(),
-    "marker empty": lambda path: (path / "commit_success.txt").write_bytes(b""),
-    "manifest": lambda path: (path / "manifest.json").write_bytes(b"{}"),
-    "manifest gone": lambda path: (path / "manifest.json").unlink(),
-    "tree": lambda path: (path / "tree.json").write_bytes(b"{}"),
-    "tree gone": lambda path: (path / "tree.json").unlink(),
-    "all empty": lambda path: [each.write_bytes(b"") for each in path.rglob("*") if each.is_file()],
-    "all gone": lambda path: [each.unlink() for each in path.rglob("*") if each.is_file()],
-}
 
 
 def manager_of(run: Path, keep: Keep | None = None) -> CheckpointManager:

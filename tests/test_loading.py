@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from damaged_steps import bits
+from damaged_steps import DAMAGES, bits
 from loading_states import (
     COLUMNS,
     SPREAD,
@@ -24,7 +24,6 @@ from loading_states import (
     watched,
 )
 from rows import Rows
-from test_fallback import DAMAGES
 
 import ckpt
 from ckpt import Fit, Loading, arrays, fetch

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from test_restore_read import make_images, random_array, same
+from memory_images import make_images, random_array, same
 
 import ckpt
 from ckpt import arrays, fetch, image
@@ -95,17 +95,31 @@ def index_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-@st.composite
-def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> Cut:
-    mesh = draw(st.sampled_from(MESHES))
+def cut_of(
+    shape: Sequence[int],
+    mesh: tuple[int, ...],
+    wishes: Iterable[tuple[int, int]],
+    first_device: int,
+) -> Cut:
+    """Each axis of the mesh cuts the dimension it wishes, in this order, if it divides it.
+
+    wishes: pairs of axis and dimension; -1: replicated along this axis.
+    """
     axes: list[tuple[int, ...]] = [()] * len(shape)
-    for axis in draw(st.permutations(range(len(mesh)))):
-        dimension = draw(st.integers(-1, len(shape) - 1))  # -1: replicated along this axis
+    for axis, dimension in wishes:
         if dimension >= 0:
             more = (*axes[dimension], axis)
             if shape[dimension] % math.prod(mesh[each] for each in more) == 0:
                 axes[dimension] = more
-    return Cut(mesh, tuple(axes), draw(st.integers(0, 7)))
+    return Cut(mesh, tuple(axes), first_device)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> Cut:
+    mesh = draw(st.sampled_from(MESHES))
+    order = draw(st.permutations(range(len(mesh))))
+    wishes = [(axis, draw(st.integers(-1, len(shape) - 1))) for axis in order]
+    return cut_of(shape, mesh, wishes, draw(st.integers(0, 7)))
 
 
 @dataclass(frozen=True)
@@ -317,17 +331,12 @@ def leaves_of(seed: int) -> dict[str, np.ndarray]:
 
 
 def drawn(rng: np.random.Generator, shape: Sequence[int], count: int) -> Cut:
-    """Any cut over so many devices; each axis of the mesh goes to a dimension that it divides."""
+    """Any cut over so many devices."""
     meshes = [mesh for mesh in MESHES if math.prod(mesh) == count]
     mesh = meshes[rng.integers(len(meshes))]
-    axes: list[tuple[int, ...]] = [()] * len(shape)
-    for axis in rng.permutation(len(mesh)).tolist():
-        dimension = int(rng.integers(-1, len(shape)))
-        if dimension >= 0:
-            more = (*axes[dimension], axis)
-            if shape[dimension] % math.prod(mesh[each] for each in more) == 0:
-                axes[dimension] = more
-    return Cut(mesh, tuple(axes), int(rng.integers(8)))
+    order = rng.permutation(len(mesh)).tolist()
+    wishes = [(axis, int(rng.integers(-1, len(shape)))) for axis in order]
+    return cut_of(shape, mesh, wishes, int(rng.integers(8)))
 
 
 def save(root: Path, state: Any, limit_bytes: int) -> None:

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from memory_images import Bytes, Images, make_images, random_array, same
 
 from ckpt import arrays as arrays_module
 from ckpt import fetch, image, specs, table
 from ckpt.arrays import Report, Request, read_arrays
 from ckpt.errors import Damaged, Mismatch, Misuse, NotFound, StoreFailed, Unsupported
-from ckpt.placement import boxes, whole
 
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2)]
 DTYPES = ["float32", "bfloat16", "int4", "bool", "complex64", "uint8"]
-
-
-@dataclass
-class Bytes:
-    """An image in memory that counts what is asked of it."""
-
-    name: str
-    data: bytes
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data)
-
-    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        for offset, buffer in ranges:
-            self.ranges.append((offset, buffer.nbytes))
-            found = self.data[offset : offset + buffer.nbytes]
-            if len(found) != buffer.nbytes:
-                raise Damaged(f"{self.name}: ends at byte {offset + len(found)}")
-            buffer[:] = found
 
 
 @dataclass
@@ -76,64 +53,8 @@ class OnDisk:
             raise NotFound(f"{self.name}: not there") from error
 
 
-Images = list[tuple[image.Header, Bytes]]
-
-
 def mesh_of(shape: tuple[int, ...]) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(shape), tuple("abc"[: len(shape)]))
-
-
-def make_images(
-    arrays: Mapping[str, np.ndarray],
-    shardings: Mapping[str, Sharding | None],
-    *,
-    processes: int = 1,
-    limit_bytes: int = 1 << 20,
-) -> Images:
-    """What `processes` would write of these arrays: their shards dealt out in turn."""
-    specs, owned = [], [[] for _ in range(processes)]
-    turn = itertools.cycle(range(processes))
-    for number, (param, array) in enumerate(arrays.items()):
-        sharding = shardings[param]
-        parts = (
-            [whole(array.shape)]
-            if sharding is None
-            else boxes(array.shape, array.dtype, sharding, param)
-        )
-        shape = tuple(stop - start for start, stop in parts[0])
-        chunk = image.chunk_shape(shape, array.dtype.itemsize, limit_bytes)
-        specs.append(specs.ArraySpec(param, array.dtype.name, array.shape, chunk))
-        for part in parts:
-            start = tuple(a for a, _ in part)
-            source = array[tuple(slice(*ab) for ab in part)]
-            owned[next(turn)].append((specs.ShardSpec(number, start, shape), source))
-    found = []
-    for process, mine in enumerate(owned):
-        plan = image.plan(specs, [shard for shard, _ in mine], {"process": process})
-        buffer = bytearray(plan.size_bytes)
-        name = f"p{process}.image"
-        header = image.fill(plan, buffer, [source for _, source in mine], where=name)
-        data = bytes(buffer)
-        assert (
-            image.decode(lambda o, n, d=data: d[o : o + n], len(data), name).digest == header.digest
-        )
-        found.append((header, Bytes(name, data)))
-    return found
-
-
-def random_array(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    values = np.random.default_rng(seed).integers(0, 8 if dtype != "bool" else 2, shape)
-    return values.astype(np.complex64 if dtype == "complex64" else np.float32).astype(kind)
-
-
-def same(found: Any, wanted: np.ndarray) -> bool:
-    array = np.asarray(found)
-    return (
-        array.shape == wanted.shape
-        and array.dtype == wanted.dtype
-        and array.tobytes() == np.ascontiguousarray(wanted).tobytes()
-    )
 
 
 @st.composite
