@@ -220,7 +220,7 @@ class Run:
         """One that no restore into the state before would accept is refused at once, not days later
         by the restart that needs it."""
         look = _look(state)
-        if look is not None and look != self._look:
+        if look is None or look != self._look:
             before = tree.flatten(self._state, abstract=True)
             lines = leaves.differences(tree.flatten(state, abstract=True).specs, before.specs)
             if lines:
@@ -371,7 +371,11 @@ def _guard_state(value: Any) -> GuardState | None:
 
 
 def _specs(state: Any) -> Any:
-    """The same tree with each jax array replaced by its shape, dtype and sharding."""
+    """The same tree with each jax array replaced by its shape, dtype and sharding.
+
+    Raises:
+        Unsupported: a tree that no save would take.
+    """
     import jax
 
     def spec(leaf: Any) -> Any:
@@ -384,4 +388,5 @@ def _specs(state: Any) -> Any:
             weak_type=getattr(leaf, "weak_type", False),  # typed keys have none
         )
 
-    return jax.tree.map(spec, state)
+    flat = tree.flatten(state, abstract=True)  # also keys of several types, unlike JAX
+    return tree.with_values(state, flat.specs, [spec(value) for value in flat.values])
