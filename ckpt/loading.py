@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import Misuse
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,12 @@ class Loading:
     """Let go of `like` first, so that the peak is one state and not two.
 
     The jax arrays in `like`, and with them those that share their memory, are deleted once every
-    leaf is known to match what was saved, and before any value is read. NumPy arrays stay, and so
-    do leaves that keep their value because of `fit`. Nothing is deleted where nothing is there to
-    restore, nor for a step that raises `Mismatch`. After another error `like` is gone, and it is
-    gone when a damaged step has made way for an older one; as a template it still serves. Among
-    several processes each looks at its own leaves only."""
+    leaf is known to match what was saved, and each of `data` to have a saved position, and before
+    any value is read. NumPy arrays stay, and so do leaves that keep their value because of `fit`,
+    with all that shares memory with them. Nothing is deleted where nothing is there to restore, nor
+    for a step that raises `Mismatch`. After another error `like` is gone, and it is gone when a
+    damaged step has made way for an older one; as a template it still serves. Among several
+    processes each looks at its own leaves and `data` only."""
     progress: Callable[[int, int], None] | None = None
     """Told the bytes done, and the bytes in all, in the thread that restores; for steps of Orbax
     once for each item. Begins anew when an older step has to be taken. What it raises ends the
@@ -50,15 +54,40 @@ DEFAULT = Loading()
 
 
 def let_go(going: Iterable[Any], staying: Iterable[Any] = ()) -> None:
-    """Delete the jax arrays among `going`, except those that are among `staying`, too."""
-    import jax
+    """Delete the jax arrays among `going`, except those that share memory with one that stays.
 
-    kept = {id(_memory(value)) for value in staying}
-    for value in going:
-        if isinstance(value, jax.Array) and id(_memory(value)) not in kept:
+    Several arrays may have one buffer, as after `device_put` to where an array lies already: with
+    one of them all are gone.
+    """
+    leaving, kept = _arrays(going), _arrays(staying)
+    looks = set(map(_look, kept))
+    # Where a buffer lies is asked for these only: it takes a while for arrays of many shards.
+    alike = [value for value in leaving if _look(value) in looks]
+    try:
+        taken = {place for value in kept for place in _places(value)}
+        shared = [value for value in alike if not taken.isdisjoint(_places(value))]
+    except Exception:  # a backend that does not tell: all of these may share memory
+        shared = alike
+    spared = set(map(id, shared))
+    for value in leaving:
+        if id(value) not in spared:
             value.delete()
 
 
-def _memory(value: Any) -> Any:
-    """The array that has the bytes: an array of PRNG keys has an array of key data inside."""
-    return getattr(value, "_base_array", value)
+def _arrays(values: Iterable[Any]) -> list[jax.Array]:
+    """The arrays that have the bytes: one of PRNG keys has one of key data inside."""
+    import jax
+
+    found = (getattr(v, "_base_array", v) for v in values if isinstance(v, jax.Array))
+    return [array for array in found if not array.is_deleted()]
+
+
+def _look(array: jax.Array) -> tuple[Any, ...]:
+    """Equal for all arrays that have a buffer in common."""
+    return array.sharding.shard_shape(array.shape), array.dtype
+
+
+def _places(array: jax.Array) -> Iterator[tuple[int, int]]:
+    """Device and address of each buffer here."""
+    for shard in array.addressable_shards:
+        yield shard.device.id, shard.data.unsafe_buffer_pointer()

@@ -16,7 +16,7 @@ from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId, choose, counting
 from ckpt.loading import DEFAULT, Loading
-from ckpt.manifest import Manifest, read_manifest
+from ckpt.manifest import Manifest, check_ours, read_manifest
 from ckpt.processes import Matter, here, of_tree
 from ckpt.resolving import Place, nothing_there
 from ckpt.retention import Best, best
@@ -39,6 +39,10 @@ class Template:
     like: Any = MISSING
     fit: Fit = EXACT
     loading: Loading = DEFAULT
+    data: Any = None
+    """Iterators that will be positioned: a step that has not all of them is refused unread."""
+    process: tuple[int, int] | None = None
+    """Whose iterators: index, and how many there are. None: as JAX counts."""
 
 
 @dataclass(frozen=True)
@@ -213,11 +217,11 @@ class Reader:
             NotFound, Damaged, Mismatch, StoreFailed, PeerFailed.
         """
         with of_tree(self.store.location, like).matter("restore") as matter:
-            return self._restore(matter, step, Template(like, fit, loading), data)
+            return self._restore(matter, step, Template(like, fit, loading, data))
 
-    def _restore(self, matter: Matter, step: int | None, template: Template, data: Any) -> Restored:
+    def _restore(self, matter: Matter, step: int | None, template: Template) -> Restored:
         for number in range(_ROUNDS):
-            restored = self._round(matter, number, step, template, data)
+            restored = self._round(matter, number, step, template)
             if restored is not None:
                 return restored
         raise StoreFailed(
@@ -226,7 +230,7 @@ class Reader:
         )
 
     def _round(
-        self, matter: Matter, number: int, step: int | None, template: Template, data: Any
+        self, matter: Matter, number: int, step: int | None, template: Template
     ) -> Restored | None:
         """What one listing leads to; None when a trainer has deleted what it lists."""
         listing = self.listing()
@@ -245,7 +249,7 @@ class Reader:
             assert candidate is not None
             what = f"{number}: step {candidate.step}"
             try:
-                read = functools.partial(load, self.store, candidate, template)
+                read = functools.partial(self._read, candidate, template)
                 restored = matter.vote(what, read)
             except Damaged as error:
                 stands = functools.partial(publishing.of(self.store).stands, candidate)
@@ -256,8 +260,8 @@ class Reader:
                 lost.append(Lost(candidate.step, str(error)))
                 continue
             skips = head.skips if head is not None else {}
-            with states.kept_on_error(data):
-                place = functools.partial(position, self.store, candidate, data, skips)
+            with states.kept_on_error(template.data):
+                place = functools.partial(position, self.store, candidate, template.data, skips)
                 matter.vote(f"{number}: data", place)
             from ckpt.steps import Damage
 
@@ -279,12 +283,17 @@ class Reader:
         loading: Loading = DEFAULT,
     ) -> Restored:
         """One committed step, whether it belongs to the lineage or not. Raises as `restore`."""
-        template = Template(like, fit, loading)
+        template = Template(like, fit, loading, data)
         with of_tree(self.store.location, like).matter("restore") as matter:
-            restored = matter.vote("step", lambda: load(self.store, step, template))
+            restored = matter.vote("step", lambda: self._read(step, template))
             with states.kept_on_error(data):
                 matter.vote("data", lambda: position(self.store, step, data, {}))
         return restored
+
+    def _read(self, step: StepId, template: Template) -> Restored:
+        if template.data is not None:
+            check_ours(self.store, step)  # no other step has states of iterators
+        return load(self.store, step, template)
 
     def wait_for_new_step(self, after: int | None = None, *, timeout: float | None = None) -> int:
         """Block until the lineage has a step newer than `after` (default: than now).
@@ -320,7 +329,7 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
 
     Raises:
         Damaged: it is not what was saved.
-        Mismatch: it is not what `like` says.
+        Mismatch: it is not what `like` says, or has no states of iterators for `data`.
     """
     begun = time.monotonic()
     if step.attempt == 0:
@@ -332,6 +341,10 @@ def load(store: Store, step: StepId, template: Template) -> Restored:
         opened = open_step(store, step)
     except NotFound as error:
         raise Damaged(f"{store.location}: {step} was listed and is gone: {error}") from error
+    if template.data is not None:
+        index, count = template.process or here()
+        saved, where = opened.manifest.data, f"{store.location}: {step}"
+        states.saved_for(template.data, saved, process=index, processes=count, where=where)
     given = template.like is not MISSING
     state, read = read_tree(
         opened,

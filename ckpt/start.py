@@ -258,7 +258,9 @@ class Start:
 
     def _read(self, step: StepId, wish: Wish) -> Restored:
         if wish.load_values or not step.attempt:
-            return load(self.store, step, Template(wish.like, wish.fit, wish.loading))
+            process = (self.matter.index, self.matter.count)
+            template = Template(wish.like, wish.fit, wish.loading, wish.data, process)
+            return load(self.store, step, template)
         try:
             damage = check_step(self.store, step)
         except NotFound as error:

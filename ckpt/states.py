@@ -151,8 +151,22 @@ def put(
     """Position the iterators of one of several processes as saved, with the skips in force.
 
     Raises:
-        Mismatch: an iterator was not saved, or was saved by another number of processes.
+        Mismatch: as `saved_for`.
         Misuse: skips are in force and an iterator cannot skip.
+    """
+    found = saved_for(data, saved, process=process, processes=processes, where=where)
+    for name, each in named(data).items():
+        each.set_state(found[name])
+        apply_skips(name, each, skips)
+
+
+def saved_for(
+    data: Any, saved: Mapping[str, Json], *, process: int, processes: int, where: str
+) -> dict[str, Json]:
+    """The state of each iterator of one of several processes, by name.
+
+    Raises:
+        Mismatch: an iterator was not saved, or was saved by another number of processes.
     """
     iterators = named(data)
     missing = [name for name in iterators if name not in saved]
@@ -162,10 +176,7 @@ def put(
             f"{where}: no state of iterators {', '.join(missing)} was saved with this step "
             f"(saved: {there}); restore without `data`, or give the iterators their saved names"
         )
-    found = {name: state_of(saved, name, process, processes, where) for name in iterators}
-    for name, each in iterators.items():
-        each.set_state(found[name])
-        apply_skips(name, each, skips)
+    return {name: state_of(saved, name, process, processes, where) for name in iterators}
 
 
 @contextlib.contextmanager

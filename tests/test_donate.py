@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from damaged_steps import bits
+from damaged_steps import DAMAGES, bits
 from jax.sharding import NamedSharding
 from loading_states import (
     SPREAD,
@@ -29,10 +30,10 @@ from loading_states import (
     watched,
 )
 from rows import Rows
-from test_fallback import DAMAGES
 
 import ckpt
 from ckpt import Fit, Loading
+from ckpt.manifest import Manifest
 from ckpt.reader import Reader, Restored
 
 DONATE = Loading(donate=True)
@@ -173,6 +174,47 @@ def test_nothing_is_let_go_for_a_step_that_does_not_match(
     assert len(mine) >= 9
     assert not any(each.is_deleted() for each in mine)
     assert bits({"free": like["free"]}) == bits({"free": state_of(7)["free"]})
+
+
+def given(call: str, root: Path, like: Any, data: Any) -> Restored:
+    if call == "reader":
+        return ckpt.restore(root, like, data=data, loading=DONATE)
+    if call == "path":
+        return ckpt.restore(root / "branch-1/3", like, data=data, loading=DONATE)
+    with manager_of(root) as manager:
+        if call == "rewind":
+            return manager.rewind(3, like=like, data=data, loading=DONATE)
+        return getattr(manager, call)(like=like, data=data, loading=DONATE)
+
+
+@pytest.mark.parametrize("call", ["resume", "restore", "rewind", "reader", "path"])
+def test_nothing_is_let_go_for_a_step_without_the_state_of_an_iterator(
+    run: Path, call: str
+) -> None:
+    like = copied(full(7))
+    data = {"data": Rows(), "more": Rows()}
+    reads: list[int] = []
+    with watched(reads.append), pytest.raises(ckpt.Mismatch, match=r"of iterators more was saved"):
+        given(call, run, like, data)
+    with (
+        watched(reads.append),
+        mock.patch.object(Manifest, "parse", saved_by_two),
+        pytest.raises(ckpt.Mismatch, match="each of 2 processes, here are 1"),
+    ):
+        given(call, run, like, data["data"])
+    assert reads == []
+    assert not any(map(is_gone, devices_of(like)))
+    assert bits(like) == bits(full(7))
+    assert [each.next_example for each in data.values()] == [0, 0]
+
+
+def saved_by_two(data: bytes, where: str) -> Manifest:
+    """A manifest as two processes write it whose iterators are not at the same place."""
+    states = {"data": {"states": [{"at": 1}, {"at": 2}], "batch_size": 2}}
+    return dataclasses.replace(PARSE(data, where), data=states)
+
+
+PARSE = Manifest.parse
 
 
 def test_leaves_that_keep_their_value_stay(saved: Path) -> None:
