@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import tensorstore as ts
 
 from ckpt import image
 from ckpt.errors import Damaged
@@ -27,11 +26,9 @@ from ckpt.retention import Keep
 from ckpt.store import FileStore
 from ckpt.tiers import Shared
 from ckpt.verification import verify_step
+from tools.bench.bits import Bits, bits
 from tools.bench.damage import anatomy
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Orbax and what it imports
-    import orbax.checkpoint.experimental.v1 as orbax
+from tools.bench.readers import by_tensorstore, by_v1
 
 
 def state_of(tag: int) -> dict[str, Any]:
@@ -52,17 +49,8 @@ def state_of(tag: int) -> dict[str, Any]:
     }
 
 
-def bits(state: Any) -> list[Any]:
-    found: list[Any] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = np.asarray(jax.random.key_data(leaf) if key else leaf)
-        found.append((str(path), str(array.dtype), array.shape, array.tobytes()))
-    return found
-
-
 @functools.cache
-def saved_bits(tag: int) -> list[Any]:
+def saved_bits(tag: int) -> Bits:
     return bits(state_of(tag))
 
 
@@ -198,12 +186,10 @@ def by_others(step: Step) -> dict[str, Any]:
     """The arrays as TensorStore and Orbax read them."""
     found: dict[str, Any] = {}
     for param in ("params.w", "params.b", "small", "mask", "f8", "z"):
-        base = f"file://{step.path}/state/"
-        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": param}}
-        array = ts.open(spec, read=True, context=ts.Context()).result().read().result()
+        array = by_tensorstore(step.path, param)
         found[param] = (str(array.dtype), array.shape, array.tobytes())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        state = orbax.load(step.path)
+        state = by_v1(step.path)
     found["orbax"] = bits({"w": state["params"]["w"], "b": state["params"]["b"], "f8": state["f8"]})
     return found

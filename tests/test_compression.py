@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from crash_runs import Run, after_death, dies, first_save
-from damaged_steps import Step, bits, flip, saved_bits, state_of
+from damaged_steps import Step, flip, saved_bits, state_of
 from faulty_store import Fault
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax_steps import mesh_sharding
@@ -39,11 +39,8 @@ from ckpt.reader import Reader
 from ckpt.store_kv import KvStore
 from ckpt.verification import check_step
 from tools import inspection, views
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Orbax and what it imports
-    import orbax.checkpoint as v0
-    import orbax.checkpoint.experimental.v1 as v1
+from tools.bench.bits import bits
+from tools.bench.readers import by_tensorstore, by_v0, by_v1
 
 SEED = int(os.environ.get("DAMAGE_SEED", time.time_ns() % 1_000_000))
 PLAIN = None
@@ -207,7 +204,7 @@ def test_the_slot_is_an_image_all_the_while_and_free_before_the_step_is_written(
         return made
 
     def held_back(*arguments: Any) -> None:
-        seen.append(second_is_taken.wait(20))
+        seen.append(second_is_taken.wait(60))
         write(*arguments)
 
     monkeypatch.setattr(writer, "_compressed", watched)
@@ -276,17 +273,6 @@ def test_the_last_saves_of_a_trainer_that_never_closes(
 # -- others
 
 
-def by_tensorstore(step: Path, param: str) -> np.ndarray:
-    base = f"file://{step}/state/"
-    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": param}}
-    return ts.open(spec, read=True, context=ts.Context()).result().read().result()
-
-
-def by_v0(step: Path) -> Any:
-    with v0.CheckpointManager(step.parent) as manager:
-        return manager.restore(int(step.name))["state"]
-
-
 def test_tensorstore_and_orbax_open_a_step(tmp_path: Path) -> None:
     state = large_state(4)
     del state["none"]  # of zero size, which has no chunks
@@ -299,7 +285,7 @@ def test_tensorstore_and_orbax_open_a_step(tmp_path: Path) -> None:
         assert found.tobytes() == wanted.tobytes(), param
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of shardings that nobody gave
-        for found in (by_v0(step), v1.load(step)):
+        for found in (by_v0(step), by_v1(step)):
             assert bits(found) == bits(state)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from damaged_steps import DAMAGES, bits
+from damaged_steps import DAMAGES
 from jax.sharding import NamedSharding
 from loading_states import (
     SPREAD,
@@ -35,6 +35,7 @@ import ckpt
 from ckpt import Fit, Loading
 from ckpt.manifest import Manifest
 from ckpt.reader import Reader, Restored
+from tools.bench.bits import bits
 
 DONATE = Loading(donate=True)
 

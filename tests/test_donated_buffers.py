@@ -9,11 +9,11 @@ from unittest import mock
 
 import jax
 import pytest
-from damaged_steps import bits
 from loading_states import SPREAD, copied, devices_of, full, is_gone, save_three, state_of
 
 import ckpt
 from ckpt import Fit, Loading
+from tools.bench.bits import bits
 
 DONATE = Loading(donate=True)
 KEEP = Fit(missing="keep")

@@ -19,13 +19,13 @@ from ckpt.manager import CheckpointManager
 from ckpt.reader import Reader
 from ckpt.retention import Keep
 from ckpt.tiers import Shared
+from tools.bench.bits import bits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Orbax and what it imports
 from damaged_steps import (
     DAMAGES,
     Stream,
-    bits,
     flip,
     saved_run,
     state_of,

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,7 @@ from tree_cases import TREES, Dense, Pair, same
 import ckpt
 from ckpt import tree
 from ckpt.leaves import LeafSpec
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Orbax and what it imports
-    import orbax.checkpoint as v0
-    import orbax.checkpoint.experimental.v1 as v1
+from tools.bench.readers import by_v0, by_v1
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sharding info not provided when restoring:UserWarning"
@@ -165,11 +160,6 @@ print(ckpt.restore(sys.argv[1]).state)
 GONE = object()
 
 
-def by_v0(step: Path) -> Any:
-    with v0.CheckpointManager(step.parent) as manager:
-        return manager.restore(int(step.name))["state"]
-
-
 def at(found: Any, spec: LeafSpec) -> Any:
     for key, kind in spec.keys:
         try:
@@ -216,7 +206,7 @@ def must_be_seen(read: Callable[[Path], Any], step: Path, state: Any, hidden: se
     assert count(found) == len(flat.specs) - len(hidden)
 
 
-READERS = {"v0": by_v0, "v1": v1.load}
+READERS = {"v0": by_v0, "v1": by_v1}
 
 
 @every_case

@@ -14,11 +14,12 @@ import numpy as np
 import optax
 import pytest
 from memory_source import Columns
-from trained import END, HALF, Batch, Training, batch, bits, go_on, save_half_way, undisturbed
+from trained import END, HALF, Batch, Training, batch, go_on, save_half_way, undisturbed
 
 import ckpt
 from ckpt import tree
 from datapipe import Pipeline
+from tools.bench.bits import bits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Flax and what it imports

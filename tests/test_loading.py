@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from damaged_steps import DAMAGES, bits
+from damaged_steps import DAMAGES
 from loading_states import (
     COLUMNS,
     SPREAD,
@@ -29,6 +29,7 @@ import ckpt
 from ckpt import Fit, Loading, arrays, fetch
 from ckpt.grid import CRC_BYTES
 from ckpt.image import CHUNK_LIMIT_BYTES
+from tools.bench.bits import bits
 
 
 @pytest.fixture(scope="module")

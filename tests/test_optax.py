@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from trained import Batch, Training, bits, go_on, save_half_way, undisturbed
+from trained import Batch, Training, go_on, save_half_way, undisturbed
 
 import ckpt
 from ckpt import tree
+from tools.bench.bits import bits
 
 MULTI = {"x": optax.adam(1e-2), "y": optax.set_to_zero()}
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

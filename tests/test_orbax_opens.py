@@ -14,16 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore as ts
 from orbax_steps import ATTEMPT, STEP, Leaf, Nothing, Pair, mesh_sharding, sample_tree, write_step
 
 from ckpt import image, ocdbt, orbax_json, specs
 from ckpt.specs import ArraySpec, dtype_of
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Orbax and what it imports
-    import orbax.checkpoint as v0
-    import orbax.checkpoint.experimental.v1 as v1
+from tools.bench.readers import by_tensorstore, by_v0, by_v1, v0, v1
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sharding info not provided when restoring:UserWarning"
@@ -41,22 +36,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 # -- readers
-
-
-def by_tensorstore(step: Path, param: str) -> np.ndarray:
-    base = f"file://{step}/state/"
-    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": param}}
-    return ts.open(spec, read=True, context=ts.Context()).result().read().result()
-
-
-def by_v0(step: Path, args: Any = None) -> Any:
-    with v0.CheckpointManager(step.parent) as manager:
-        given = v0.args.Composite(state=args) if args is not None else None
-        return manager.restore(int(step.name), args=given)["state"]
-
-
-def by_v1(step: Path, template: Any = None) -> Any:
-    return v1.load(step, template)
 
 
 BARE: dict[str, Callable[[Path], Any]] = {

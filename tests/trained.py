@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import ckpt
 from ckpt import tree
+from tools.bench.bits import Bits, bits
 
 HALF, END = 3, 6
 Batch = tuple[jax.Array, jax.Array]
@@ -35,19 +35,7 @@ def go_on(training: Training, state: Any, first: int = HALF, end: int = END) -> 
     return state
 
 
-def bits(state: Any) -> dict[str, Any]:
-    """Dtype, shape and bytes of the leaves by name."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return str(value.dtype), one(jax.random.key_data(value))
-        array = np.asarray(value)
-        return str(array.dtype), array.shape, array.tobytes()
-
-    return {leaf.name: one(leaf.value) for leaf in tree.flatten(state).leaves}
-
-
-def undisturbed(training: Training) -> dict[str, Any]:
+def undisturbed(training: Training) -> Bits:
     return bits(go_on(training, training.start(), 0))
 
 

@@ -7,11 +7,7 @@ plain TensorStore, and both generations of Orbax.
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import random
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +17,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt
+from tools.bench.bits import Bits, bits
 from tools.bench.damage import Damage, anatomy, draw, hit_params, is_harmless
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Orbax and what it imports
-    import orbax.checkpoint as v0
-    import orbax.checkpoint.experimental.v1 as v1
+from tools.bench.readers import by_tensorstore, by_v0, by_v1, hushed, v0
 
 OLDER, NEWEST = 2, 3
 """Steps of both runs. The newest is damaged, and mixed up with the one before it."""
@@ -40,8 +32,6 @@ _ARRAYS = ("params.w", "params.b", "small", "count", "key")
 """What TensorStore reads of a step of ours."""
 
 Answer = Literal["refused", "right", "other tree", "WRONG VALUES"]
-Flat = dict[str, tuple[str, bytes]]
-"""By leaf path: what it is (type, dtype, shape), and its bytes."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -62,21 +52,7 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def flat(tree: Any) -> Flat:
-    """Structure and bytes of a tree, comparable."""
-    found: Flat = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        kind = ""
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        data = leaf.encode() if isinstance(leaf, str) else array.tobytes()
-        shape = "text" if isinstance(leaf, str) else f"{array.dtype}{array.shape}"
-        found[jax.tree_util.keystr(path)] = (f"{kind}{shape}", data)
-    return found
-
-
-def same_arrays(found: Flat, wanted: Flat) -> Answer:
+def same_arrays(found: Bits, wanted: Bits) -> Answer:
     """`right`, or what is wrong. Texts come from JSON: another one is another tree."""
     if {path: kind for path, (kind, _) in found.items()} != {
         path: kind for path, (kind, _) in wanted.items()
@@ -91,54 +67,21 @@ def same_arrays(found: Flat, wanted: Flat) -> Answer:
 # --- readers of others ---------------------------------------------------------------------------
 
 
-def by_tensorstore(step: Path) -> Flat:
-    """The arrays of a step of ours."""
-    found = {}
-    for param in _ARRAYS:
-        base = f"file://{step}/state/"
-        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": param}}
-        # A context of its own: nothing comes out of a cache.
-        array = ts.open(spec, read=True, context=ts.Context()).result().read().result()
-        found[param] = (f"{array.dtype}{array.shape}", array.tobytes())
-    return found
+def _by_tensorstore(step: Path) -> Bits:
+    arrays = {param: by_tensorstore(step, param) for param in _ARRAYS}
+    return {name: (f"{a.dtype}{a.shape}", a.tobytes()) for name, a in arrays.items()}
 
 
-def by_v0(step: Path) -> Flat:
-    options = v0.CheckpointManagerOptions(read_only=True)
-    with v0.CheckpointManager(step.parent, options=options) as manager:
-        found = manager.restore(int(step.name))
-    if isinstance(found, v0.args.Composite):
-        if "state" not in found:
-            raise ValueError("no item of the name that was saved")
-        found = found["state"]
-    return flat(found)
+def _by_v0(step: Path) -> Bits:
+    return bits(by_v0(step, read_only=True))
 
 
-def by_v1(step: Path) -> Flat:
-    return flat(v1.load(step))
-
-
-Read = Callable[[Path], Flat]
-PEERS: dict[str, Read] = {"TensorStore": by_tensorstore, "Orbax v0": by_v0, "Orbax v1": by_v1}
-
-
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Without warnings, log lines, and what Python says of reads that Orbax drops half-way when
-    another one fails."""
-    before = logging.root.manager.disable
-    hooks = sys.unraisablehook, sys.excepthook
-    logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None
-    sys.excepthook = lambda *_: None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-            gc.collect()
-    finally:
-        logging.disable(before)
-        sys.unraisablehook, sys.excepthook = hooks
+Read = Callable[[Path], Bits]
+PEERS: dict[str, Read] = {
+    "TensorStore": _by_tensorstore,
+    "Orbax v0": _by_v0,
+    "Orbax v1": lambda step: bits(by_v1(step)),
+}
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -221,7 +164,7 @@ class DamagedStep:
         return found
 
 
-def _answer(damage: Damage, path: Path, read: Read, whole: Flat, older: Flat) -> Theirs:
+def _answer(damage: Damage, path: Path, read: Read, whole: Bits, older: Bits) -> Theirs:
     try:
         values = read(path)
     except Exception:  # whatever it raises, it has refused
@@ -266,7 +209,7 @@ def by_ours(
 ) -> list[Ours]:
     """What we say of each damage."""
     root = step.path.parent.parent
-    wanted = {number: flat(state_of(number)) for number in (OLDER, NEWEST)}
+    wanted = {number: bits(state_of(number)) for number in (OLDER, NEWEST)}
     images = {
         name: anatomy(data, name) for name, data in step.files.items() if name.endswith(".image")
     }
@@ -282,7 +225,7 @@ def by_ours(
 
 
 def _judged(
-    root: Path, damage: Damage, wanted: Mapping[int, Flat], params: set[str], *, harmless: bool
+    root: Path, damage: Damage, wanted: Mapping[int, Bits], params: set[str], *, harmless: bool
 ) -> Ours:
     report = ckpt.verify(root)
     leaves = {each.leaf.replace("/", ".") for each in report.damage}
@@ -297,14 +240,14 @@ def _names(text: str, damage: Damage) -> bool:
     return any(name in text for name in damage.after)
 
 
-def _asked(root: Path, damage: Damage, wanted: Mapping[int, Flat], params: set[str]) -> Any:
+def _asked(root: Path, damage: Damage, wanted: Mapping[int, Bits], params: set[str]) -> Any:
     try:
         restored = ckpt.restore(root, step=NEWEST)
     except ckpt.Damaged as error:
         text = str(error)
         named = _names(text, damage) and all(p in text.replace("/", ".") for p in params)
         return "refused" if named else "refused, unnamed"
-    if flat(restored.state) != wanted[NEWEST] or restored.extra != {"step": NEWEST}:
+    if bits(restored.state) != wanted[NEWEST] or restored.extra != {"step": NEWEST}:
         return "WRONG VALUES"
     if not restored.report.damage:
         return "right"
@@ -312,13 +255,13 @@ def _asked(root: Path, damage: Damage, wanted: Mapping[int, Flat], params: set[s
     return "right, reported" if named else "right"
 
 
-def _newest(root: Path, wanted: Mapping[int, Flat]) -> Any:
+def _newest(root: Path, wanted: Mapping[int, Bits]) -> Any:
     try:
         restored = ckpt.restore(root)
     except ckpt.CheckpointError:
         return "refused"
     lost = [each.step for each in restored.report.lost]
-    exact = flat(restored.state) == wanted.get(restored.step)
+    exact = bits(restored.state) == wanted.get(restored.step)
     if not exact or restored.extra != {"step": restored.step}:
         return "WRONG VALUES"
     if (restored.step, lost) == (OLDER, [NEWEST]):
@@ -371,5 +314,5 @@ def survey(
         compression,
         by_ours(step, damages, tell),
         {name: step.by_others(some, read, tell) for name, read in PEERS.items()},
-        theirs.by_others(theirs.draw(len(some), seed), by_v0, tell),
+        theirs.by_others(theirs.draw(len(some), seed), _by_v0, tell),
     )
