@@ -22,8 +22,9 @@ from rich.console import Console
 
 import ckpt
 from tools.bench import damage_table, damaged_run
+from tools.bench.bits import bits
 from tools.bench.damage import KINDS, Damage, anatomy, changed, draw, hit_params, is_harmless
-from tools.bench.damaged_run import PEERS, DamagedStep, Survey, flat, same_arrays, state_of, survey
+from tools.bench.damaged_run import PEERS, DamagedStep, Survey, same_arrays, state_of, survey
 
 SEED = int(os.environ.get("DAMAGE_SEED", time.time_ns() % 1_000_000))
 
@@ -62,9 +63,22 @@ def test_damage_of_all_kinds_is_found_and_named(
     found = survey(place, 150, SEED, peers=40, compression=compression)
     assert len(found.ours) == 150
     must_be_found(found)
-    for answers in [*found.peers.values(), found.own]:
-        assert len(answers) == 40
-        assert {"refused", "right"} <= {each.answer for each in answers}, f"DAMAGE_SEED={SEED}"
+    assert {len(answers) for answers in [*found.peers.values(), found.own]} == {40}
+
+
+@pytest.mark.parametrize("reader", [*PEERS, "Orbax v0, its own step"])
+def test_others_refuse_what_they_need_and_read_what_they_do_not(
+    step: DamagedStep, own_step: DamagedStep, reader: str
+) -> None:
+    theirs, read = (step, PEERS[reader]) if reader in PEERS else (own_step, PEERS["Orbax v0"])
+    index, unread = (
+        ("state/manifest.ocdbt", "tree.json")
+        if theirs is step
+        else ("default/manifest.ocdbt", "default/commit_success.txt")
+    )
+    damages = [Damage("deleted", name, "deleted", {name: None}) for name in (index, unread)]
+    answers = theirs.by_others(damages, read)
+    assert [each.answer for each in answers] == ["refused", "right"]
 
 
 @pytest.mark.soak
@@ -89,6 +103,12 @@ def step() -> Iterator[DamagedStep]:
         yield damaged_run.save_ours(Path(name, "run"))
 
 
+@pytest.fixture(scope="module")
+def own_step() -> Iterator[DamagedStep]:
+    with tempfile.TemporaryDirectory(prefix="lastgood-damage-") as name:
+        yield damaged_run.save_orbax(Path(name, "run"))
+
+
 def test_damages_are_all_different_and_change_something(step: DamagedStep) -> None:
     damages = step.draw(400, 1)
     assert damages == step.draw(400, 1)
@@ -102,14 +122,35 @@ def test_damages_are_all_different_and_change_something(step: DamagedStep) -> No
 
 
 def test_files_are_drawn_up_to_the_last_byte() -> None:
-    files = {"a": b"1", "b": b"", "c": b"22"}
-    found = draw(files, {"a": b"3"}, 10_000, SEED)
-    flips = {each.after["c"] for each in found if each.file == "c" and each.kind == "bit flip"}
-    assert len(flips) == 16
-    assert {each.what for each in found if each.kind == "truncation"} == {"cut to 1 of 2 bytes"}
-    assert {each.file for each in found if each.kind == "emptied"} == {"a", "c"}
-    assert {each.file for each in found if each.kind == "deleted"} == {"a", "b", "c"}
-    assert [each.after for each in found if each.kind == "of another step"] != []
+    """Whatever the seed, every damage there is comes up when so many are asked for."""
+    files, others = {"a": b"1", "b": b"", "c": b"22"}, {"a": b"4", "b": b"", "c": b"55"}
+    for seed in [SEED, *range(300)]:
+        what = f"DAMAGE_SEED={seed}"
+        found = draw(files, others, 10_000, seed)
+        for kind, count in {
+            "bit flip": 8 + 16,
+            "truncation": 1,
+            "emptied": 2,
+            "zeroed page": 2,
+            "deleted": 3,
+            "swapped": 3,
+            "of another step": 2,
+        }.items():
+            drawn = [each for each in found if each.kind == kind]
+            assert len(drawn) == count, f"{what}: {kind}: {sorted(map(str, drawn))}"
+        assert len({frozenset(each.after.items()) for each in found}) == len(found), what
+        flips = {each.after["c"] for each in found if (each.file, each.kind) == ("c", "bit flip")}
+        assert len(flips) == 16, what
+
+
+def test_pages_are_zeroed_at_pages_and_at_sectors() -> None:
+    files = {"a": b"1" * 10_000}
+    starts = [
+        int(each.what.split()[2])
+        for each in draw(files, {}, 1000, SEED)
+        if each.kind == "zeroed page"
+    ]
+    assert sorted(starts) == list(range(0, 10_000, 512)), f"DAMAGE_SEED={SEED}"
 
 
 def test_the_bytes_of_an_image_are_known_by_what_they_are(step: DamagedStep) -> None:
@@ -177,7 +218,7 @@ def test_what_goes_unfound_is_told(step: DamagedStep, monkeypatch: pytest.Monkey
 
 
 def test_values_and_trees_are_told_apart() -> None:
-    whole, other = flat(state_of(3)), flat(state_of(2))
+    whole, other = bits(state_of(3)), bits(state_of(2))
     assert same_arrays(whole, whole) == "right"
     assert same_arrays(other, whole) == "WRONG VALUES"
     text = "['text']"

@@ -7,16 +7,18 @@ says which of its bytes are header, table, chunk of which leaf, or padding that 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt import grid, image
+from ckpt import image
+from ckpt.grid import PAGE_BYTES
 
-PAGE_BYTES = 4096
+_SECTOR_BYTES = 512
 _TRIES = 60
-"""Draws in a row that give nothing new before a kind of damage counts as used up."""
+"""Draws in a row that give nothing new before all that is left of a kind is listed."""
 
 Files = Mapping[str, bytes]
 """The files of a step by name."""
@@ -36,71 +38,76 @@ class Damage:
         return f"{self.file}: {self.what}"
 
 
-def _flip(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
+class _Kind(NamedTuple):
+    """A kind of damage: what there is to choose from for a file, and what comes of a choice."""
+
+    choices: Callable[[str, Files, Files], Sequence[Any]]
+    make: Callable[[Any, str, Files, Files], Damage]
+
+
+def _flip(number: int, name: str, files: Files, others: Files) -> Damage:
+    at, bit = divmod(number, 8)
     data = bytearray(files[name])
-    if not data:
-        return None
-    at, bit = rng.randrange(len(data)), rng.randrange(8)
     data[at] ^= 1 << bit
     return Damage("bit flip", name, f"bit {bit} of byte {at} flipped", {name: bytes(data)})
 
 
-def _truncate(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
+def _truncate(length: int, name: str, files: Files, others: Files) -> Damage:
     data = files[name]
-    if len(data) < 2:
-        return None
-    length = rng.randrange(1, len(data))
     return Damage(
         "truncation", name, f"cut to {length} of {len(data)} bytes", {name: data[:length]}
     )
 
 
-def _empty(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
+def _empty(_: int, name: str, files: Files, others: Files) -> Damage:
     return Damage("emptied", name, "emptied", {name: b""})
 
 
-def _zero_page(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
-    """A page of the file, or one that begins at any sector, as far as the file goes."""
+def _zero_page(number: int, name: str, files: Files, others: Files) -> Damage:
+    """A page of the file, or one that begins at any sector, as far as the file goes; evenly."""
+    sector, at_any = divmod(number, 2)
+    start = sector * _SECTOR_BYTES
+    if not at_any:
+        start -= start % PAGE_BYTES
     data = bytearray(files[name])
-    if not data:
-        return None
-    start = rng.randrange(0, len(data), rng.choice([512, PAGE_BYTES]))
     stop = min(start + PAGE_BYTES, len(data))
     data[start:stop] = bytes(stop - start)
     return Damage("zeroed page", name, f"zeros from {start} to {stop}", {name: bytes(data)})
 
 
-def _delete(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
+def _delete(_: int, name: str, files: Files, others: Files) -> Damage:
     return Damage("deleted", name, "deleted", {name: None})
 
 
-def _swap(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
-    sibling = rng.choice([each for each in files if each != name])
+def _swap(sibling: str, name: str, files: Files, others: Files) -> Damage:
     after = {name: files[sibling], sibling: files[name]}
     return Damage("swapped", name, f"swapped with {sibling}", after)
 
 
-def _of_another_step(rng: random.Random, name: str, files: Files, others: Files) -> Damage | None:
+def _like(name: str, others: Files) -> list[str]:
     """The one of that name; where names are made up anew for each step, any of its directory."""
+    if name in others:
+        return [name]
     directory = name.rpartition("/")[0]
-    like = [each for each in sorted(others) if each.rpartition("/")[0] == directory]
-    theirs = name if name in others else rng.choice(like) if like else None
-    if theirs is None:
-        return None
+    return [each for each in sorted(others) if each.rpartition("/")[0] == directory]
+
+
+def _of_another_step(theirs: str, name: str, files: Files, others: Files) -> Damage:
     return Damage("of another step", name, f"{theirs} of another step", {name: others[theirs]})
 
 
-_Make = Callable[[random.Random, str, Files, Files], Damage | None]
-_MAKES: dict[str, _Make] = {
-    "bit flip": _flip,
-    "truncation": _truncate,
-    "emptied": _empty,
-    "zeroed page": _zero_page,
-    "deleted": _delete,
-    "swapped": _swap,
-    "of another step": _of_another_step,
+_KINDS = {
+    "bit flip": _Kind(lambda name, files, _: range(8 * len(files[name])), _flip),
+    "truncation": _Kind(lambda name, files, _: range(1, len(files[name])), _truncate),
+    "emptied": _Kind(lambda *_: range(1), _empty),
+    "zeroed page": _Kind(
+        lambda name, files, _: range(2 * -(-len(files[name]) // _SECTOR_BYTES)), _zero_page
+    ),
+    "deleted": _Kind(lambda *_: range(1), _delete),
+    "swapped": _Kind(lambda name, files, _: [each for each in files if each != name], _swap),
+    "of another step": _Kind(lambda name, _, others: _like(name, others), _of_another_step),
 }
-KINDS = tuple(_MAKES)
+KINDS = tuple(_KINDS)
 
 
 def draw(files: Files, others: Files, count: int, seed: int) -> list[Damage]:
@@ -108,7 +115,7 @@ def draw(files: Files, others: Files, count: int, seed: int) -> list[Damage]:
 
     Kinds are drawn evenly; files evenly half of the time, and by their bytes else. Some kinds have
     few members (a file is deleted in one way only): when one is used up, the others are drawn more
-    often.
+    often. When all are, there are fewer than `count`: every damage there is.
 
     Args:
         others: the files of another step of the run, for those that get mixed up.
@@ -119,15 +126,27 @@ def draw(files: Files, others: Files, count: int, seed: int) -> list[Damage]:
     found: list[Damage] = []
     known: set[frozenset[tuple[str, bytes | None]]] = set()
     failed = dict.fromkeys(kinds, 0)
+    left: dict[str, list[tuple[str, Any]]] = {}
+    """Of a kind that is nearly used up: all there is to choose, what was drawn before, too."""
+
     while len(found) < count and kinds:
         kind = rng.choice(kinds)
-        (name,) = rng.choices(names, sizes if rng.random() < 0.5 else None)
-        damage = _MAKES[kind](rng, name, files, others)
+        if kind not in left:
+            (name,) = rng.choices(names, sizes if rng.random() < 0.5 else None)
+            choices = _KINDS[kind].choices(name, files, others)
+            chosen = (name, rng.choice(choices)) if choices else None
+        elif left[kind]:
+            chosen = left[kind].pop()
+        else:
+            kinds.remove(kind)
+            continue
+        damage = _made(kind, chosen, files, others)
         result = frozenset(damage.after.items()) if damage is not None else frozenset()
-        if damage is None or result in known or _is_none(damage, files):
+        if damage is None or result in known:
             failed[kind] += 1
-            if failed[kind] == _TRIES:
-                kinds.remove(kind)
+            if failed[kind] == _TRIES and kind not in left:
+                left[kind] = _all_of(kind, files, others)
+                rng.shuffle(left[kind])
             continue
         failed[kind] = 0
         known.add(result)
@@ -135,8 +154,19 @@ def draw(files: Files, others: Files, count: int, seed: int) -> list[Damage]:
     return found
 
 
-def _is_none(damage: Damage, files: Files) -> bool:
-    return all(files[name] == data for name, data in damage.after.items())
+def _made(kind: str, chosen: tuple[str, Any] | None, files: Files, others: Files) -> Damage | None:
+    """None where there is nothing to choose, or where all stays as it was."""
+    if chosen is None:
+        return None
+    name, choice = chosen
+    damage = _KINDS[kind].make(choice, name, files, others)
+    same = all(files[each] == data for each, data in damage.after.items())
+    return None if same else damage
+
+
+def _all_of(kind: str, files: Files, others: Files) -> list[tuple[str, Any]]:
+    choices = _KINDS[kind].choices
+    return [(name, choice) for name in sorted(files) for choice in choices(name, files, others)]
 
 
 # --- meaning -------------------------------------------------------------------------------------
@@ -159,7 +189,7 @@ def anatomy(data: bytes, name: str) -> Anatomy:
     """Of an undamaged image. Header page, table and chunks matter; all else is padding."""
     header = image.decode(lambda at, n: data[at : at + n], len(data), name)
     matters, chunk = np.zeros(len(data), bool), np.full(len(data), -1, np.int32)
-    matters[: grid.PAGE_BYTES] = True
+    matters[:PAGE_BYTES] = True
     # The page says where the table lies; see `_PAGE` in ckpt/table.py.
     table_at, table_bytes = np.frombuffer(data, "<u8", 2, offset=24).tolist()
     matters[table_at : table_at + table_bytes] = True
