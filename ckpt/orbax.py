@@ -231,7 +231,8 @@ def _must_be_credible(found: OrbaxItem, reads: Sequence[_Read]) -> None:
 
 def _stored_bytes(read: _Read) -> int:
     """At most what the chunks of an array that are there hold, of what is wanted."""
-    chunk = math.prod(read.array.chunk_layout.read_chunk.shape or ()) * read.dtype.itemsize
+    # A key is what was written at once: of zarr v3 a shard, which has many chunks to be read.
+    chunk = math.prod(read.array.chunk_layout.write_chunk.shape or ()) * read.dtype.itemsize
     keys = _await(read.array.kvstore.list(), read.location, read.leaf)
     there = sum(1 for key in keys if not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json")))
     return min(read.nbytes, there * chunk)
