@@ -312,7 +312,13 @@ class Arena:
                 return
             except OSError as error:
                 os.ftruncate(fd, size)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno == errno.EFBIG:
+                    raise StoreFailed(
+                        f"{self.directory}: cannot grow a slot to {grown} bytes: {error}; files of "
+                        "this process may not be that large: raise its limit (ulimit -f), or that "
+                        "of the file system"
+                    ) from error
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise StoreFailed(f"{self.directory}: cannot grow a slot: {error}") from error
                 cause = error
         raise StoreFailed(

@@ -167,10 +167,13 @@ def _write_range(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def translated(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
+def translated(
+    path: Path, wanted_bytes: int | None = None, *, changes: bool = False
+) -> Iterator[None]:
     """OSError to the errors of this package, with the path and what can be done.
 
-    `wanted_bytes` is the size of what is being written, None for what reads or moves.
+    `wanted_bytes` is the size of what is being written, None for what reads, moves or deletes;
+    `changes` tells the last two from the first.
     """
     writing = wanted_bytes is not None
     try:
@@ -184,10 +187,11 @@ def translated(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
         text = f"{path}: a parent of it is a file, wanted a directory"
         raise (StoreFailed if writing else NotFound)(text) from error
     except OSError as error:
-        raise StoreFailed(_explain(path, error, wanted_bytes)) from error
+        access = "write" if writing or changes else "read"
+        raise StoreFailed(_explain(path, error, wanted_bytes, access)) from error
 
 
-def _explain(path: Path, error: OSError, wanted_bytes: int | None) -> str:
+def _explain(path: Path, error: OSError, wanted_bytes: int | None, access: str) -> str:
     text = f"{path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = ""
@@ -197,5 +201,10 @@ def _explain(path: Path, error: OSError, wanted_bytes: int | None) -> str:
         size = f" (writing {wanted_bytes} bytes{free})" if wanted_bytes is not None else ""
         return f"{text}{size}; free space, keep fewer steps (Keep), or use another location"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{text}; this user needs write access to the location"
+        return f"{text}; this user needs {access} access to the location"
+    if error.errno == errno.EFBIG:
+        return (
+            f"{text}; files of this process may not be that large: raise its limit (ulimit -f), or "
+            "that of the file system"
+        )
     return text

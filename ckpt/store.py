@@ -325,7 +325,7 @@ class FileStore(Store):
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with disk.translated(path):
+        with disk.translated(path, changes=True):
             try:
                 os.unlink(path)
                 disk.sync_directory(path.parent)
@@ -334,7 +334,7 @@ class FileStore(Store):
 
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
-        with disk.translated(path):
+        with disk.translated(path, changes=True):
             if not path.is_dir():
                 return
             if path.is_symlink():
@@ -347,7 +347,7 @@ class FileStore(Store):
 
     def clear_temporaries(self, prefix: str) -> None:
         path = self._path(prefix)
-        with disk.translated(path):
+        with disk.translated(path, changes=True):
             for directory, _, names in os.walk(path, onerror=_raise_unless_absent):
                 for name in names:
                     if _TEMPORARY.search(name):
@@ -355,7 +355,7 @@ class FileStore(Store):
 
     def move(self, source: str, target: str) -> None:
         old, new = self._path(source), self._path(target)
-        with disk.translated(old):
+        with disk.translated(old, changes=True):
             if not stat.S_ISDIR(os.stat(old).st_mode):
                 raise NotFound(f"{old}: no directory")
             with disk.translated(new, 0):

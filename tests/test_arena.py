@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -332,6 +333,17 @@ def test_killed_in_mid_fill_the_slot_is_invalid_and_the_other_valid(
 
 
 # -- places
+
+
+def test_a_limit_on_the_size_of_files_is_no_lack_of_space(arena: Arena) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(StoreFailed, match=r"to 3145728 bytes: .*File too large.*\(ulimit -f\)"):
+            arena.claim(2**21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    arena.claim(2**21).release()
 
 
 def test_too_small_a_place_says_what_is_needed(
