@@ -24,15 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
+from bucket_runs import found_through_environment, spec_of
 from crash_runs import Run, after_death, dies, first_save
 from damaged_steps import Step, flip, saved_bits, state_of
 from faulty_store import Fault
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax_steps import mesh_sharding
-from s3_server import BUCKET, s3_server
+from s3_server import BUCKET, Proxy, s3_server
 
 import ckpt
-from ckpt import commit, image, specs, store_kv, writer
+from ckpt import commit, image, specs, writer
 from ckpt.errors import AlreadyExists, Damaged, Misuse
 from ckpt.image import Header
 from ckpt.reader import Reader
@@ -398,16 +399,12 @@ def test_death_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     with s3_server() as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(10.0, 0.01, 0.05, 10.0))
-        yield proxy.url
+        yield found_through_environment(proxy, monkeypatch)
 
 
-def test_a_step_in_a_bucket(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_a_bucket(bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvStore, "cut_bytes", 50_000)
     root, state = f"s3://{BUCKET}/packed", large_state(1)
     with ckpt.CheckpointManager(tier(root), arena=tmp_path / "arena") as m:
@@ -420,14 +417,7 @@ def test_a_step_in_a_bucket(bucket: str, tmp_path: Path, monkeypatch: pytest.Mon
     names = reader.store._names("branch-1/1/state/d/")  # type: ignore[attr-defined]
     assert len([name for name in names if ".bytes-" in name]) > 2, names
     assert step.step == 1
-    base = {
-        "driver": "s3",
-        "bucket": BUCKET,
-        "path": "packed/branch-1/1/state/",
-        "endpoint": bucket,
-        "aws_region": "us-east-1",
-        "aws_credentials": {"type": "environment"},
-    }
+    base = spec_of(bucket, "packed/branch-1/1/state/")
     for param in ("both", "noise", "zeros", "scalar"):
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{param}/"}
         opened = ts.open({"driver": "zarr3", "kvstore": kvstore}, context=ts.Context()).result()
