@@ -85,6 +85,7 @@ class Arena:
         self._order: list[int] = []  # slots by their last claim, oldest first
         self._maps: dict[int, mmap.mmap] = {}
         self._closed = False
+        self._ended = False
         self._preparing: threading.Thread | None = None
         self._warming: int | None = None  # the slot that it is at: a claim waits for it
         self._remove_at_end: bool | None = None
@@ -214,10 +215,11 @@ class Arena:
     def close(self, *, remove: bool) -> None:
         """Let go of the lock; with `remove`, delete slots and directory first. Idempotent.
 
-        Buffers of slots still held stay mapped until they are dropped.
+        Buffers of slots still held stay mapped until they are dropped. When it is interrupted, the
+        lock is free all the same, or another call goes on.
         """
         with self._free:
-            if self._closed:
+            if self._ended:
                 return
             self._closed = True
             self._free.notify_all()
@@ -231,14 +233,18 @@ class Arena:
 
     def _end(self, *, remove: bool) -> None:
         self._maps.clear()
-        if remove:
-            remove_files(self.directory, self._directory_fd)
-        self._let_go()
+        try:
+            if remove:
+                remove_files(self.directory, self._directory_fd)
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
-        _live.discard(self)
-        os.close(self._directory_fd)
-        os.close(self._lock_fd)
+        if not self._ended:
+            self._ended = True
+            _live.discard(self)
+            os.close(self._directory_fd)
+            os.close(self._lock_fd)
 
     def _must_be_open(self) -> None:
         if self._closed:

@@ -5,14 +5,22 @@ What they mean is decided in `ckpt.lineage`; here they are only read and written
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt import layout, orbax_files, publishing
-from ckpt.errors import AlreadyExists, CheckpointError, Damaged, Superseded
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    Damaged,
+    NotFound,
+    StoreFailed,
+    Superseded,
+)
 from ckpt.lineage import (
     Claim,
     Decision,
@@ -208,6 +216,24 @@ def look(store: Store, attempt: int) -> None:
     if owns(attempt, claims):
         return
     raise _superseded(store, attempt, owner(claims))
+
+
+@contextlib.contextmanager
+def explained(store: Store, attempt: int) -> Iterator[None]:
+    """What vanishes under an attempt that was superseded is no fault of the store.
+
+    Raises Superseded in place of such an error.
+    """
+    try:
+        yield
+    except (NotFound, StoreFailed, Damaged, AlreadyExists) as error:
+        try:
+            look(store, attempt)
+        except Superseded as superseded:
+            raise superseded from error
+        except CheckpointError:
+            pass
+        raise
 
 
 def _superseded(store: Store, attempt: int, by: int) -> Superseded:

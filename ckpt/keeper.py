@@ -39,6 +39,14 @@ class Keeper:
         where, attempt = self._store.location, step.attempt
         self._note({"event": "save", "step": step.step, **figures}, attempt)
         _log.info("%s: saved %s: %s", where, step, figures)
+        self._clean(attempt, line)
+
+    def lost(self, step: StepId, line: Lineage) -> None:
+        """The store could not hold a step; if it is full, what may go makes room for the next."""
+        self._clean(step.attempt, line)
+
+    def _clean(self, attempt: int, line: Lineage) -> None:
+        where = self._store.location
         try:
             for old in self.doomed(line):
                 commit.delete_step(self._store, old, owner=attempt)

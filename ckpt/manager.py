@@ -106,6 +106,8 @@ class CheckpointManager:
         self._superseded: Superseded | None = None
         """Raised by every later call: there is no way on for this manager."""
         self._closed = False
+        self._ended = False
+        """Whether nothing is held any more."""
         self._lock = threading.RLock()
         """Held by every call that changes something; never by the writer's thread."""
         self._belongings = Belongings(self.location, self._processes, self._background)
@@ -432,18 +434,20 @@ class CheckpointManager:
 
     @_one_at_a_time
     def _close(self, why: str) -> None:
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
-        self._collected.detach()
+        # Interrupted here, it is closed to its user, and another call goes on with the rest.
+        if self._writer is not None:
+            self._writer.close()
         try:
-            if self._writer is not None:
-                self._writer.close()
-        finally:
             if self._calls:
                 self._processes.leave(why)
+        finally:
             if self._arena is not None:
                 self._arena.close(remove=True)
+        self._collected.detach()
+        self._ended = True
         self._raise_background_errors()
 
     # --- the other processes ------------------------------------------------------------------
@@ -484,6 +488,7 @@ class CheckpointManager:
                 self._store,
                 self._processes,
                 self._keeper.saved,
+                self._keeper.lost,
                 self._background.unheard.append,
                 timeout_s=self._timeout_s,
                 compression=self.tier.compression,
@@ -519,7 +524,7 @@ class CheckpointManager:
 def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
     """At the end of the interpreter: finish what is in flight, and shout if that fails."""
     manager = reference()
-    if manager is not None and not manager._closed:
+    if manager is not None and not manager._ended:
         try:
             manager.close()
         except Exception:

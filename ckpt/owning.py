@@ -109,23 +109,30 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, 
     error = None
     for _ in range(100):  # an owner that leaves may remove it between any two of these calls
         try:
-            _make_private(directory)
-            directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = _try_to_own(directory, owner, is_here=is_here)
         except FileNotFoundError as absent:
             error = absent
             continue
+        if found is not None:
+            return found
+    raise StoreFailed(f"{directory}: cannot be made, or vanishes each time: {error}") from error
+
+
+def _try_to_own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, int] | None:
+    """None when the directory was removed meanwhile; nothing stays open then, or after an error."""
+    _make_private(directory)
+    with contextlib.ExitStack() as opened:
+        directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened.callback(os.close, directory_fd)
         try:
             lock_fd = os.open(_LOCK_NAME, _FLAGS | os.O_CREAT, 0o600, dir_fd=directory_fd)
-        except OSError as failed:
-            os.close(directory_fd)
-            if not isinstance(failed, FileNotFoundError):
-                raise StoreFailed(f"{directory}: cannot open its lock: {failed}") from failed
-            error = failed
-            continue
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StoreFailed(f"{directory}: cannot open its lock: {error}") from error
+        opened.callback(os.close, lock_fd)
         if not _patiently(lock_fd):
             text = _describe(_read_owner(lock_fd))
-            os.close(lock_fd)
-            os.close(directory_fd)
             if is_here:
                 raise InUse(
                     f"{directory} is held by another manager of this run in this process: {text}; "
@@ -135,13 +142,12 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, 
                 f"{directory} is held by a live manager of this run: {text}; stop that one first, "
                 "or give this run another location"
             )
-        if _is_current(lock_fd, directory, directory_fd):
-            os.ftruncate(lock_fd, 0)
-            os.pwrite(lock_fd, _owner_text(owner).encode(), 0)
-            return lock_fd, directory_fd
-        os.close(lock_fd)
-        os.close(directory_fd)
-    raise StoreFailed(f"{directory}: cannot be made, or vanishes each time: {error}") from error
+        if not _is_current(lock_fd, directory, directory_fd):
+            return None
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, _owner_text(owner).encode(), 0)
+        opened.pop_all()
+        return lock_fd, directory_fd
 
 
 def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:

@@ -106,6 +106,11 @@ class Start:
         self._same_call(wish)
         number = self.matter.decide("claim", lambda: self._claim(wish))
         self.claimed(number)
+        with attempts.explained(self.store, number):
+            return self._go_on(number, wish)
+
+    def _go_on(self, number: int, wish: Wish) -> Started:
+        """What an attempt that has claimed the run starts with."""
         told = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
         listing = attempts.list_run(self.store)
         steps = self._candidates(listing, wish)

@@ -6,23 +6,19 @@ small files -> publish -> retention). No jax here: the same loop can run in anot
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 from ckpt import attempts, commit, layout, publishing
 from ckpt.errors import (
-    AlreadyExists,
-    CheckpointError,
-    Damaged,
     NotFound,
     PeerFailed,
     StoreFailed,
-    Superseded,
 )
 from ckpt.image import Header
 from ckpt.lineage import Lineage, StepId
@@ -61,7 +57,8 @@ class Writer:
     Args:
         compression: that of the tier; images are compressed before they are written.
         committed: called on process 0 after a step is acknowledged.
-        failed: told what `committed` raised, which no Pending can tell any more.
+        lost: likewise after the store failed to hold one.
+        failed: told what these two raised, which no Pending can tell any more.
         timeout_s: how long process 0 waits for the parts of the others.
     """
 
@@ -70,6 +67,7 @@ class Writer:
         store: Store,
         processes: Processes,
         committed: Callable[[StepId, Lineage, dict[str, Any]], None],
+        lost: Callable[[StepId, Lineage], None],
         failed: Callable[[BaseException], None],
         *,
         timeout_s: float,
@@ -78,7 +76,7 @@ class Writer:
         self._store = store
         self._compression = compression
         self._processes = processes
-        self._committed = committed
+        self._committed, self._lost = committed, lost
         self._failed = failed
         self._timeout_s = timeout_s
         self._known = commit.Known()
@@ -120,13 +118,18 @@ class Writer:
                 figures = self._write(job)
             except BaseException as error:
                 job.pending.finish(error)
+                if isinstance(error, StoreFailed) and self._processes.index == 0:
+                    self._tell(functools.partial(self._lost, job.id, job.line))
                 continue
             job.pending.finish()
             if figures is not None:
-                try:
-                    self._committed(job.id, job.line, figures)
-                except BaseException as error:  # the jobs behind this one must not wait for ever
-                    self._failed(error)
+                self._tell(functools.partial(self._committed, job.id, job.line, figures))
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except BaseException as error:  # the jobs behind this one must not wait for ever
+            self._failed(error)
 
     def _write(self, job: Job) -> dict[str, Any] | None:
         """Returns the figures of the save on process 0, None elsewhere."""
@@ -134,7 +137,7 @@ class Writer:
         step, here = job.id, self._processes.index
         making = publishing.of(self._store).making(step)
         with self._processes.matter(matter_of(step), self._timeout_s) as matter:
-            with self._explained(step):
+            with attempts.explained(self._store, step.attempt):
                 try:
                     attempts.look(self._store, step.attempt)
                     header, data = job.header, job.slot.buffer[: job.header.size_bytes]
@@ -162,25 +165,11 @@ class Writer:
 
     def _commit(self, job: Job, own: Header, making: str, matter: Matter) -> int:
         """Process 0: the parts of all, the small files, the marker. Returns the bytes of all."""
-        with self._explained(job.id):
+        with attempts.explained(self._store, job.id.attempt):
             headers = self._all_headers(making, job.id, own, matter)
             marker = commit.finish(self._store, job.id, headers, self._known)
             commit.publish(self._store, job.id, marker, job.line, owner=job.id.attempt)
         return sum(header.size_bytes for header in headers)
-
-    @contextlib.contextmanager
-    def _explained(self, step: StepId) -> Iterator[None]:
-        """What vanishes under an attempt that was superseded is no fault of the store."""
-        try:
-            yield
-        except (NotFound, StoreFailed, Damaged, AlreadyExists) as error:
-            try:
-                attempts.look(self._store, step.attempt)
-            except Superseded as superseded:
-                raise superseded from error
-            except CheckpointError:
-                pass
-            raise
 
     def _all_headers(self, making: str, step: StepId, own: Header, matter: Matter) -> list[Header]:
         """Our own; of the others the parts, by name, then the headers of their images."""
