@@ -128,7 +128,7 @@ def abandon(manager: CheckpointManager) -> None:
         assert not manager._writer._thread.is_alive()
     if manager._arena is not None:
         manager._arena.close(remove=False)
-    manager._closed = True
+    manager._closed = manager._ended = True
 
 
 Act = Callable[[Run, CheckpointManager, Rows], None]

@@ -123,7 +123,7 @@ def abandon(m: ckpt.CheckpointManager) -> None:
         m._writer._thread.join(60)
     if m._arena is not None:
         m._arena.close(remove=True)
-    m._closed = True
+    m._closed = m._ended = True
 
 
 def start_and_save(m: ckpt.CheckpointManager) -> None:
