@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ckpt import layout, publishing
 from ckpt.errors import CheckpointError, Damaged, NotFound, Unsupported
 from ckpt.lineage import ORBAX_ROOT, Decision, StepId, head
-from ckpt.manifest import read_manifest
+from ckpt.manifest import Manifest, read_manifest
 from ckpt.store import Store
 
 _log = logging.getLogger("ckpt")
@@ -164,6 +164,31 @@ def _unknown_head(store: Store, unknown: dict[int, str]) -> str:
         f"restore a step by its path. To give attempt {number} up and go on from what was there "
         f"before it, move {key} and the steps of attempt {number} out of the run"
     )
+
+
+def must_be_of_this_run(store: Store, manifest: Manifest) -> None:
+    """A step that was copied here from another run has the numbers of one of ours.
+
+    Its attempt had decided at another moment than the attempt of that number here. Where the record
+    is absent or damaged, nobody can tell.
+
+    Raises:
+        Damaged: it belongs to another run.
+    """
+    key = layout.decision_name(manifest.id.attempt)
+    try:
+        ours = layout.parse_decision(store.read(key), key)
+    except (NotFound, Damaged):
+        return
+    theirs = manifest.decision
+    # As text: a guard may hold numbers that are not equal to themselves.
+    if theirs is not None and layout.emit_decision(theirs) != layout.emit_decision(ours):
+        name = layout.step_name(manifest.id.branch, manifest.id.step)
+        raise Damaged(
+            f"{store.location}/{name}: belongs to another run: wanted a step of the attempt that "
+            f"{store.location}/{key} tells of (time_ns {ours.time_ns}), found one of an "
+            f"attempt {manifest.id.attempt} with time_ns {theirs.time_ns}; put the step's own back"
+        )
 
 
 def write_back(store: Store, records: Records) -> None:

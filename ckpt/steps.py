@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from ckpt import collector, commit, layout
+from ckpt import collector, commit, layout, records
 from ckpt.errors import Damaged, NotFound
 from ckpt.image import Header
 from ckpt.layout import Part
@@ -91,6 +91,7 @@ def open_step(store: Store, step: StepId) -> OpenStep:
 def _open_step(store: Store, step: StepId) -> OpenStep:
     prefix = layout.step_name(step.branch, step.step)
     manifest = read_manifest(store, step)
+    records.must_be_of_this_run(store, manifest)
     damage = check_files(store, prefix, manifest)
     # A part only vouches for its image until the manifest does; the others are for Orbax.
     needed = f"{prefix}/{layout.TREE}"

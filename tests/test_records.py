@@ -293,3 +293,23 @@ def test_whatever_is_lost_the_newest_step_is_restored_or_named(
         assert {6, *(each.step for each in restored.report.lost)} >= {*range(restored.step + 1, 7)}
         assert restored.step == 6 or restored.report.lost[0].step == 6
         assert skips == SKIPPED
+
+
+def test_a_step_of_another_run_is_no_step_of_this_one(tmp_path: Path) -> None:
+    """Both have attempt 1, branch 1 and step 2; a directory was copied back to the wrong place."""
+    for name, base in (("ours", 0), ("theirs", 100)):
+        with ckpt.CheckpointManager(tmp_path / name, arena=tmp_path / "arena") as manager:
+            for step in (1, 2):
+                manager.save(step, {"x": np.full(9, base + step)})
+    here = tmp_path / "ours/branch-1/2"
+    shutil.rmtree(here)
+    shutil.copytree(tmp_path / "theirs/branch-1/2", here)
+    restored = ckpt.restore(tmp_path / "ours")
+    assert restored.step == 1
+    assert (restored.state["x"] == 1).all()
+    (lost,) = restored.report.lost
+    assert lost.step == 2
+    assert "belongs to another run" in lost.reason
+    with pytest.raises(ckpt.Damaged, match="belongs to another run"):
+        ckpt.restore(tmp_path / "ours", step=2)
+    assert not ckpt.verify(tmp_path / "ours").intact
