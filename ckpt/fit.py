@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt.arguments import must_be
 from ckpt.errors import Misuse
 from ckpt.leaves import ARRAYS, LeafSpec, differences
 
@@ -37,6 +38,17 @@ class Fit:
             raise Misuse(
                 f"partial: wanted a collection of leaf paths, found the text {self.partial!r}"
             )
+        if self.partial is not None and not callable(self.partial):
+            must_be(self.partial, Collection, "partial", "a collection of leaf paths")
+            for each in self.partial:
+                must_be(each, str, "partial", "leaf paths")
+        if self.rename is not None and not callable(self.rename):
+            must_be(self.rename, Mapping, "rename", "a mapping of leaf paths, or a function")
+            for pair in self.rename.items():
+                for each in pair:
+                    must_be(each, str, "rename", "leaf paths")
+        if not callable(self.cast):
+            must_be(self.cast, bool, "cast", "True, False or a function of a leaf path")
 
     def is_wanted(self, name: str) -> bool:
         """Is a leaf of `like` to be restored?"""

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, final
 from ckpt import attempts, commit, snapshot, states, tree
 from ckpt.again import Held, Newest
 from ckpt.arena import Arena
+from ckpt.arguments import check_step_number, must_be
 from ckpt.belongings import Belongings, wait_until_gone
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
 from ckpt.fit import EXACT, Fit
@@ -31,7 +32,7 @@ from ckpt.reader import (
     MISSING,
     Reader,
     Restored,
-    check_step_number,
+    check_how,
 )
 from ckpt.retention import Best
 from ckpt.start import Start, Started, Wish, batches_of
@@ -155,7 +156,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Would `save` save this step?"""
-        return step % self.tier.every == 0
+        return check_step_number(step) % self.tier.every == 0
 
     # --- starting -------------------------------------------------------------------------
 
@@ -247,6 +248,8 @@ class CheckpointManager:
             Misuse: both ranges are given, a batch that `to` has learnt from, or `data` cannot skip.
         """
         check_step_number(to)
+        must_be(reason, str, "reason", "text")
+        guard = states.as_json(guard, "guard")
         batches = batches_of(skip_steps, skip_batches, to)
         return self._start(
             Wish(
@@ -264,6 +267,7 @@ class CheckpointManager:
 
     @_one_at_a_time
     def _start(self, wish: Wish) -> Restored:
+        check_how(wish.fit, wish.loading)  # before anything is claimed
         with self._matter() as matter:
             self._must_be_open()
             self._finish_attempt()
@@ -327,7 +331,8 @@ class CheckpointManager:
         Args:
             state: a pytree; data: an iterator, or a mapping of names to iterators. An empty one
                 says that there are none from now on.
-            metrics: numbers by name, for `Keep(best=...)`; extra: any JSON value.
+            metrics: numbers by name, for `Keep(best=...)`; extra: any JSON value, with text as
+                keys; tuples in it come back as lists.
 
         Returns:
             None when the tier is not due, without touching `data`.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt import layout, states
+from ckpt.arguments import must_be, shown
 from ckpt.environment import environment
 from ckpt.errors import Misuse
 from ckpt.lineage import Decision, StepId
@@ -21,7 +22,7 @@ class Notes:
     """What the caller of `save` wants to be kept with a step.
 
     Raises:
-        Misuse: metrics are no numbers by name, or another is no JSON value.
+        Misuse: metrics are no numbers by name, or another is no JSON value, whose keys are text.
     """
 
     metrics: Mapping[str, Any] | None = None
@@ -73,7 +74,20 @@ def _device() -> str:
 def _metrics(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
     if metrics is None:
         return None
+    must_be(metrics, Mapping, "metrics", "numbers by name")
+    return {_name(name): _figure(name, value) for name, value in metrics.items()}
+
+
+def _name(name: Any) -> str:
+    must_be(name, str, "metrics: a name", "text")
+    return str(name)
+
+
+def _figure(name: str, value: Any) -> float:
     try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise Misuse(f"metrics: wanted numbers by name: {error}") from error
+        if isinstance(value, str | bytes):
+            raise TypeError("it is text")
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        found = f"{shown(value)} ({error})"
+        raise Misuse(f"metrics: {name}: wanted a number, found {found}") from error

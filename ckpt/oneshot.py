@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ckpt import layout, states
+from ckpt.arguments import check_step_number, must_be
 from ckpt.errors import Damaged, Misuse, NotFound, Unsupported
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId
@@ -19,7 +20,7 @@ from ckpt.reader import (
     Reader,
     Restored,
     Template,
-    check_step_number,
+    check_how,
     metadata_of,
     restore_alone,
 )
@@ -94,15 +95,21 @@ def restore(
     Raises:
         NotFound, Damaged, Mismatch, Unsupported, StoreFailed.
     """
+    check_how(fit, loading)
+    step = None if step is None else check_step_number(step)
     place = resolve(location)
     if place.step is None:
         return Reader(place.store).restore(step, like=like, data=data, fit=fit, loading=loading)
-    if step is not None and step != place.step.step:
-        raise Misuse(f"{location}: is step {place.step.step}; step={step} was asked for")
+    _must_be_it(location, place.step, step)
     if place.alone:
         return restore_alone(place, Template(like, fit, loading), data)
     reader = Reader(place.store)
     return reader.restore_step(place.step, like=like, data=data, fit=fit, loading=loading)
+
+
+def _must_be_it(location: Location, found: StepId, wanted: int | None) -> None:
+    if wanted is not None and wanted != found.step:
+        raise Misuse(f"{location}: is step {found.step}; step={wanted} was asked for")
 
 
 def metadata(location: Location, *, step: int | None = None) -> Metadata:
@@ -111,11 +118,13 @@ def metadata(location: Location, *, step: int | None = None) -> Metadata:
     Raises:
         NotFound, Damaged, StoreFailed. Unsupported: a step of Orbax.
     """
+    step = None if step is None else check_step_number(step)
     place = resolve(location)
     if place.alone:
         raise undescribed(place.store.location)
     if place.step is None:
         return Reader(place.store).metadata(step)
+    _must_be_it(location, place.step, step)
     return metadata_of(open_step(place.store, place.step))
 
 
@@ -135,8 +144,9 @@ def open(location: Location) -> Reader:
 
 def pin(location: Location, step: int) -> StepId:
     """Keep a step of the lineage from retention, for as long as it is pinned."""
+    number = check_step_number(step)
     reader = open(location)
-    found = reader.find(check_step_number(step))
+    found = reader.find(number)
     text = layout.seal({"format": layout.FORMAT, "step": found.step, "branch": found.branch})
     reader.store.put(layout.pin_name(found), text)
     return found
@@ -144,8 +154,9 @@ def pin(location: Location, step: int) -> StepId:
 
 def unpin(location: Location, step: int) -> StepId:
     """Hand a step back to retention."""
+    number = check_step_number(step)
     reader = open(location)
-    found = reader.find(check_step_number(step))
+    found = reader.find(number)
     reader.store.delete(layout.pin_name(found))
     return found
 
@@ -165,9 +176,12 @@ def rewind(location: Location, to: int, *, skips: Skips | None = None, reason: s
     from ckpt.owning import default_directory
     from ckpt.start import Start, Wish
 
+    check_step_number(to)
+    must_be(reason, str, "reason", "text")
+    for name in skips or {}:
+        must_be(name, str, "skips: the name of an iterator", "text")
     reader = open(location)
     run = reader.store.location
-    check_step_number(to)
     arena = Arena(default_directory(run, 0), owner={"run": run, "doing": "rewind"}, slots=1)
     try:
         start = Start(reader.store, Alone().matter("rewind"))

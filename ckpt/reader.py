@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ckpt import attempts, layout, orbax_files, publishing, records, states
+from ckpt.arguments import check_step_number, must_be, whole_number
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
@@ -43,6 +44,9 @@ class Template:
     """Iterators that will be positioned: a step that has not all of them is refused unread."""
     process: tuple[int, int] | None = None
     """Whose iterators: index, and how many there are. None: as JAX counts."""
+
+    def __post_init__(self) -> None:
+        check_how(self.fit, self.loading)
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class Reader:
 
     def best_step(self, policy: Best) -> int | None:
         """The best step of the lineage by a metric; None when no step has it."""
+        must_be(policy, Best, "best_step: policy", "ckpt.Best('loss')")
         found = self.listing().counting
         metrics = {step.step: self.manifest(step).metrics or {} for step in found if step.attempt}
         ranked = best(policy, found, metrics)
@@ -185,6 +190,7 @@ class Reader:
         Raises:
             NotFound: there is none.
         """
+        step = None if step is None else check_step_number(step)
         listing = self.listing()
         _raise_if_damaged(listing, step)
         found = choose(listing.lineage, listing.steps, step)
@@ -216,8 +222,10 @@ class Reader:
         Raises:
             NotFound, Damaged, Mismatch, StoreFailed, PeerFailed.
         """
+        number = None if step is None else check_step_number(step)
+        template = Template(like, fit, loading, data)
         with of_tree(self.store.location, like).matter("restore") as matter:
-            return self._restore(matter, step, Template(like, fit, loading, data))
+            return self._restore(matter, number, template)
 
     def _restore(self, matter: Matter, step: int | None, template: Template) -> Restored:
         for number in range(_ROUNDS):
@@ -300,7 +308,7 @@ class Reader:
 
         Raises TimeoutError.
         """
-        known = self.latest_step() if after is None else after
+        known = self.latest_step() if after is None else whole_number(after, "after", least=-1)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             newest = self.latest_step()
@@ -439,18 +447,7 @@ def every_step_damaged(store: Store, lost: list[Lost]) -> str:
     )
 
 
-def check_step_number(step: Any) -> int:
-    """A step number; raises Misuse for anything else."""
-    if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
-        raise Misuse(f"step: wanted a whole number from 0 on, found {step!r}")
-    number = int(step.__index__())
-    if number > layout.MAX_STEP:
-        raise Misuse(
-            f"step: wanted at most {layout.MAX_STEP}, since names of steps have up to 18 digits, "
-            f"found {_short(number)}"
-        )
-    return number
-
-
-def _short(number: int) -> str:
-    return str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
+def check_how(fit: Any, loading: Any) -> None:
+    """Raises Misuse for what does not say how to restore."""
+    must_be(fit, Fit, "fit", "ckpt.Fit(...)")
+    must_be(loading, Loading, "loading", "ckpt.Loading(...)")

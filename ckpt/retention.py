@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt.arguments import must_be, whole_number
 from ckpt.errors import Misuse
 from ckpt.lineage import Lineage, StepId
 
@@ -20,8 +21,8 @@ class Best:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise Misuse(f"Best(count={self.count}): wanted at least 1")
+        must_be(self.metric, str, "Best: metric", "the name of a metric")
+        whole_number(self.count, "Best: count")
         if self.mode not in ("min", "max"):
             raise Misuse(f"Best(mode={self.mode!r}): wanted 'min' or 'max'")
 
@@ -37,8 +38,10 @@ class Keep:
     def __post_init__(self) -> None:
         for name in ("last", "every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise Misuse(f"Keep({name}={value}): wanted at least 1; leave it out to keep all")
+            if value is not None:
+                whole_number(value, f"Keep: {name} (leave it out to keep all)")
+        if self.best is not None:
+            must_be(self.best, Best, "Keep: best", "ckpt.Best('loss')")
 
 
 def doomed(

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpt import leaves, states, tree
+from ckpt.arguments import must_be, whole_number
 from ckpt.errors import Misuse
 from ckpt.loading import DEFAULT, Loading
 from ckpt.processes import here, preempted
@@ -78,8 +79,10 @@ class Run:
         must_exist: bool = False,
         loading: Loading = DEFAULT,
     ) -> None:
-        if steps < 0:
-            raise Misuse(f"Run.steps: wanted the number of updates to complete, found {steps}")
+        whole_number(steps, "Run.steps, the number of updates to complete", least=0)
+        must_be(loading, Loading, "Run.loading", "ckpt.Loading(...)")
+        if guard is not None:
+            must_be(guard, SpikeGuard, "Run.guard", "ckpt.SpikeGuard(...) or None")
         if not hasattr(data, "__next__"):
             raise Misuse(
                 f"Run.data: wanted one iterator, found {type(data).__name__}; call .iterator() on "

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
+from ckpt.arguments import shown
 from ckpt.errors import Mismatch, Misuse
 from ckpt.lineage import Skips
 
@@ -46,10 +47,11 @@ class Skipping(Protocol):
 
 
 def as_json(value: Json, what: str) -> Json:
-    """A copy of a value as JSON gives it back.
+    """A copy of a value as JSON gives it back: tuples are lists, NaN and infinities stay.
 
     Raises:
-        Misuse: it is none, or nested deeper than records of a step may be.
+        Misuse: it is none, a key in it is no text, or it is nested deeper than records of a step
+            may be.
     """
     try:
         text = json.dumps(value)
@@ -58,17 +60,30 @@ def as_json(value: Json, what: str) -> Json:
         raise Misuse(f"{what}: wanted at most {MAX_DEPTH} levels, found a deeper one") from error
     except (TypeError, ValueError) as error:
         raise Misuse(f"{what}: wanted a JSON value: {error}") from error
-    level = [copy]
-    for _ in range(MAX_DEPTH + 1):
+    level = [(what, value)]
+    for _ in range(MAX_DEPTH):
         level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
+            (f"{place}[{key!r:.40}]", child)
+            for place, node in level
+            for key, child in _members(node, place)
+            if isinstance(child, dict | list | tuple)
         ]
         if not level:
             return copy
     raise Misuse(f"{what}: wanted at most {MAX_DEPTH} levels, found a deeper one")
+
+
+def _members(node: Json, place: str) -> Iterable[tuple[Any, Json]]:
+    if not isinstance(node, dict):
+        return enumerate(node) if isinstance(node, list | tuple) else ()
+    for key in node:
+        if not isinstance(key, str):
+            # JSON would make text of it without a word, and 1 and "1" one member.
+            raise Misuse(
+                f"{place}: wanted text as keys, found {shown(key)}; give str(key), and turn it "
+                "back after a restore"
+            )
+    return node.items()
 
 
 def named(data: Any) -> dict[str, Iterator]:
@@ -103,9 +118,8 @@ def take(data: Any) -> dict[str, Json]:
                 state = {"json": json.loads(state)}
             except (ValueError, RecursionError) as error:
                 raise Misuse(f"data {name!r}: its state, bytes, is no JSON: {error}") from error
-        as_json(state, f"data {name!r}: get_state()")
         taken[name] = {
-            "state": state,
+            "state": as_json(state, f"data {name!r}: get_state()"),
             "batch_size": getattr(each, "batch_size", None),
             "elastic": isinstance(each, Skipping),
         }

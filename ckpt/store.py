@@ -29,9 +29,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from ckpt import disk
+from ckpt.arguments import shown
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
 from ckpt.open_images import FileImage, ImageReader
 
@@ -198,9 +199,9 @@ def open_store(location: str | os.PathLike[str]) -> Store:
     """The store behind a path or a URL: `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`.
 
     Raises:
-        Misuse: no path, a URL scheme that is not known, or no bucket.
+        Misuse: no text, no path, a URL scheme that is not known, or no bucket.
     """
-    text = os.fspath(location)
+    text = check_location(location)
     if text.startswith("file://"):
         text = text[len("file://") :]
     elif "://" in text:
@@ -219,6 +220,16 @@ def open_store(location: str | os.PathLike[str]) -> Store:
     if not text:
         raise Misuse(f"location {os.fspath(location)!r}: wanted a path; '.' is this directory")
     return FileStore(text)
+
+
+def check_location(location: Any) -> str:
+    """The text of a location. Raises Misuse for what is no text, or cannot be a path."""
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
+    if not isinstance(text, str):
+        raise Misuse(f"location: wanted a path or URL as text, found {shown(location)}")
+    if "\0" in text or not _has_bytes(text):
+        raise Misuse(f"location {text!r:.200}: wanted text without NUL that a path can hold")
+    return text
 
 
 @final

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckpt.arguments import must_be, whole_number
 from ckpt.errors import Misuse
 from ckpt.retention import Keep
+from ckpt.store import check_location
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Shared:
     change it from one start to the next, in all its processes."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise Misuse(f"Shared(every={self.every}): wanted at least 1")
+        check_location(self.location)
+        whole_number(self.every, "Shared: every")
+        must_be(self.keep, Keep, "Shared: keep", "ckpt.Keep(...), such as Keep(last=3)")
         if self.compression not in (None, "zstd"):
             raise Misuse(f"Shared(compression={self.compression!r}): wanted 'zstd' or None")

@@ -315,7 +315,7 @@ def test_a_value_nested_too_deep_is_refused_at_once(root: Path, name: str, kind:
 def test_metrics_that_are_no_numbers_are_refused(root: Path) -> None:
     with manager(root) as m:
         for bad in ({"loss": nested(5_000)}, {"loss": 10**400}, {"loss": "a"}, ["loss"]):
-            with pytest.raises(ckpt.Misuse, match="metrics: wanted numbers by name"):
+            with pytest.raises(ckpt.Misuse, match=r"metrics: .*wanted (a number|numbers by name)"):
                 m.save(1, state_of(1), metrics=bad)
 
 

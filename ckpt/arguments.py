@@ -1,0 +1,60 @@
+"""What callers give, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from ckpt.errors import Misuse
+from ckpt.layout import MAX_STEP
+
+
+def must_be(value: Any, kind: type, name: str, wanted: str) -> None:
+    """Raises Misuse for an argument of another type."""
+    if not isinstance(value, kind):
+        raise Misuse(f"{name}: wanted {wanted}, found {shown(value)}")
+
+
+def whole_number(value: Any, name: str, least: int = 1) -> int:
+    """An integer of Python, NumPy or JAX; no bool.
+
+    Raises:
+        Misuse: it is something else, or below `least`.
+    """
+    try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool":
+            raise TypeError("a truth value")
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise Misuse(f"{name}: wanted a whole number from {least} on, found {shown(value)}")
+    return number
+
+
+def check_step_number(step: Any) -> int:
+    """A step number; raises Misuse for anything else."""
+    number = whole_number(step, "step", least=0)
+    if number > MAX_STEP:
+        raise Misuse(
+            f"step: wanted at most {MAX_STEP}, since names of steps have up to 18 digits, "
+            f"found {_short(number)}"
+        )
+    return number
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, and with its type where the text alone misleads."""
+    text = f"{value!r:.100}" if isinstance(value, int) and -(10**40) < value < 10**40 else ""
+    return text or f"{type(value).__name__} {_text(value):.100}"
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # what cannot be shown, as an integer with too many digits, has a type still
+        return "without a text"

@@ -1,0 +1,216 @@
+"""What callers give is kept as it is, or refused at once with its name; nothing fails inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.states import as_json
+
+LIKE = {"w": np.arange(4.0)}
+Manager = ckpt.CheckpointManager
+
+
+class Stream:
+    """An iterator with a state that a test chooses."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    with ckpt.CheckpointManager(tmp_path / "run", arena=tmp_path / "arena") as manager:
+        manager.save(0, LIKE).wait()
+        yield manager
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [1, 1.5, True, None])
+@pytest.mark.parametrize(
+    ("place", "value_of"),
+    [
+        ("", lambda inner: inner),
+        (r"\['a'\]\[1\]", lambda inner: {"a": [0, inner]}),
+        (r"\[0\]", lambda inner: (inner,)),
+    ],
+)
+def test_keys_that_json_would_make_text_of_are_refused(
+    manager: Manager, key: Any, place: str, value_of: Callable[[Any], Any]
+) -> None:
+    value = value_of({"1": 2, key: 3})
+    for options, name in (
+        ({"extra": value}, "extra"),
+        ({"guard": value}, "guard"),
+        ({"data": Stream(value)}, r"data 'data': get_state\(\)"),
+    ):
+        with pytest.raises(ckpt.Misuse, match=rf"^{name}{place}: wanted text as keys, found "):
+            manager.save(1, LIKE, **options)
+    with pytest.raises(ckpt.Misuse, match=r"^guard"):
+        manager.rewind(0, like=LIKE, guard=value)
+    assert manager.all_steps() == [0]
+
+
+def test_names_and_values_of_metrics_are_not_made_up(manager: Manager) -> None:
+    with pytest.raises(ckpt.Misuse, match="metrics: a name: wanted text, found 1"):
+        manager.save(1, LIKE, metrics={1: 2.0, "1": 3.0})
+    for value in ("0.5", None, [1, 2]):
+        with pytest.raises(ckpt.Misuse, match="metrics: loss: wanted a number, found"):
+            manager.save(1, LIKE, metrics={"loss": value})
+    with pytest.raises(ckpt.Misuse, match="metrics: wanted numbers by name, found list"):
+        manager.save(1, LIKE, metrics=[1.0])
+
+
+def test_other_values_come_back(manager: Manager) -> None:
+    value = {"": [math.inf, -math.inf, (1, (2,))], "1": {"ß": None}}
+    manager.save(1, LIKE, extra=value, metrics={"loss": jnp.float32(0.5)}, guard=value).wait()
+    restored = manager.resume(like=LIKE)
+    wanted = {"": [math.inf, -math.inf, [1, [2]]], "1": {"ß": None}}
+    assert (restored.extra, restored.guard) == (wanted, wanted)
+    assert restored.metrics == {"loss": 0.5}
+    assert math.isnan(as_json(math.nan, "extra"))
+
+
+def test_the_saved_position_is_not_the_live_one(manager: Manager) -> None:
+    data = Stream({"at": [1]})
+    pending = manager.save(1, LIKE, data=data)
+    data.state["at"].append(2)
+    pending.wait()
+    manager.restore(1, like=LIKE, data=data)
+    assert data.state == {"at": [1]}
+
+
+# --- types -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fit": {"partial": ["w"]}}, r"fit: wanted ckpt\.Fit\(\.\.\.\), found dict \{"),
+        ({"fit": None}, "fit: wanted .*, found NoneType None"),
+        ({"loading": {"donate": True}}, r"loading: wanted ckpt\.Loading\(\.\.\.\), found dict"),
+        ({"loading": None}, "loading: wanted .*, found NoneType None"),
+    ],
+)
+def test_how_to_restore(manager: Manager, options: dict[str, Any], message: str) -> None:
+    reader = ckpt.open(manager.location)
+    step = f"{manager.location}/branch-1/0"
+    calls: list[Callable[..., Any]] = [
+        manager.resume,
+        manager.restore,
+        lambda **given: ckpt.restore(manager.location, **given),
+        lambda **given: ckpt.restore(step, **given),
+        reader.restore,
+        lambda **given: reader.restore_step(reader.find(), **given),
+    ]
+    if "loading" in options:
+        calls.append(lambda **given: manager.rewind(0, **given))
+        calls.append(lambda like, **given: ckpt.Run(manager, like, iter([]), steps=1, **given))
+    before = reader.listing()
+    for call in calls:
+        with pytest.raises(ckpt.Misuse, match=message):
+            call(like=LIKE, **options)
+    assert reader.listing() == before, "an attempt was begun for a call without meaning"
+
+
+@pytest.mark.parametrize(
+    "step", ["0", 1.5, 1.0, True, np.True_, jnp.array(True), -1, b"0", np.arange(2), None, 10**18]
+)
+def test_steps(manager: Manager, step: Any) -> None:
+    reader = ckpt.open(manager.location)
+    root = manager.location
+    calls = [
+        manager.delete,
+        manager.should_save,
+        manager.rewind,
+        lambda step: manager.save(step, LIKE),
+        lambda step: ckpt.pin(root, step),
+        lambda step: ckpt.unpin(root, step),
+        lambda step: ckpt.rewind(root, step),
+    ]
+    if step is not None:
+        calls += [
+            manager.restore,
+            reader.restore,
+            reader.metadata,
+            reader.find,
+            lambda step: ckpt.restore(root, step=step),
+            lambda step: ckpt.restore(f"{root}/branch-1/0", step=step),
+            lambda step: ckpt.metadata(root, step=step),
+            lambda step: ckpt.save(root, LIKE, step=step),
+        ]
+    for call in calls:
+        with pytest.raises(ckpt.Misuse, match="step: wanted "):
+            call(step)
+
+
+@pytest.mark.parametrize("step", [0, np.int64(0), np.array(0), jnp.array(0)])
+def test_steps_of_numpy_and_jax_are_steps(manager: Manager, step: Any) -> None:
+    assert manager.should_save(step)
+    assert ckpt.restore(manager.location, step=step).step == 0
+    assert manager.restore(step, like=LIKE).step == 0
+    with pytest.raises(ckpt.Misuse, match="is step 0; step=1 was asked for"):
+        ckpt.metadata(f"{manager.location}/branch-1/0", step=1)
+
+
+@pytest.mark.parametrize("location", [5, None, b"runs", "a\0b", "a\ud800", ["a"]])
+def test_locations(location: Any) -> None:
+    for call in (Manager, ckpt.Shared, ckpt.open, ckpt.restore, ckpt.metadata, ckpt.verify):
+        with pytest.raises(ckpt.Misuse, match=r"^location"):
+            call(location)
+    with pytest.raises(ckpt.Misuse, match=r"^location"):
+        ckpt.save(location, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ckpt.Shared("k", keep=3), r"Shared: keep: wanted ckpt\.Keep.*, found 3"),
+        (lambda: ckpt.Shared("k", keep=None), "Shared: keep: wanted .*, found NoneType None"),
+        (lambda: ckpt.Shared("k", every=1.5), "Shared: every: wanted a whole .* float 1.5"),
+        (lambda: ckpt.Shared("k", every="2"), "Shared: every: .* from 1 on, found str '2'"),
+        (lambda: ckpt.Shared("k", every=0), "Shared: every: .* from 1 on, found 0"),
+        (lambda: ckpt.Shared("k", every=True), "Shared: every: .*, found True"),
+        (lambda: ckpt.Keep(last=2.0), "Keep: last .*, found float 2.0"),
+        (lambda: ckpt.Keep(every="2"), "Keep: every .*, found str '2'"),
+        (lambda: ckpt.Keep(best="loss"), r"Keep: best: wanted ckpt\.Best.*, found str 'loss'"),
+        (lambda: ckpt.Best("loss", count=0), "Best: count: .*, found 0"),
+        (lambda: ckpt.Best(None), "Best: metric: wanted .*, found NoneType"),
+        (lambda: ckpt.Fit(partial=5), "partial: wanted a collection .* found 5"),
+        (lambda: ckpt.Fit(partial=[1]), "partial: .* found 1"),
+        (lambda: ckpt.Fit(partial=iter(["a"])), "partial: wanted a collection"),
+        (lambda: ckpt.Fit(rename=["a"]), "rename: wanted a mapping .* found list"),
+        (lambda: ckpt.Fit(rename={"a": 1}), "rename: .* found 1"),
+        (lambda: ckpt.Fit(cast="yes"), "cast: wanted True, False or a function.* 'yes'"),
+    ],
+)
+def test_options(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ckpt.Misuse, match=message):
+        make()
+    assert ckpt.Shared("k", every=np.int64(2), keep=ckpt.Keep(last=1)).every == 2
+
+
+def test_others(manager: Manager) -> None:
+    with pytest.raises(ckpt.Misuse, match=r"best_step: policy: wanted .*, found str 'loss'"):
+        manager.best_step("loss")
+    with pytest.raises(ckpt.Misuse, match="after: wanted a whole number"):
+        ckpt.open(manager.location).wait_for_new_step("0", timeout=0)
+    with pytest.raises(ckpt.Misuse, match="reason: wanted text, found 5"):
+        manager.rewind(0, like=LIKE, reason=5)
+    with pytest.raises(ckpt.Misuse, match=r"Run.guard: wanted .*, found True"):
+        ckpt.Run(manager, LIKE, iter([]), steps=1, guard=True)
