@@ -21,7 +21,12 @@ class Fit:
     partial: Collection[str] | Callable[[str], bool] | None = None
     """Restore only these leaves or subtrees of `like`; the others keep the values `like` has."""
     rename: Mapping[str, str] | Callable[[str], str] | None = None
-    """The name a leaf of `like` was saved under; a mapping may leave names out."""
+    """Path in `like` -> path as it was saved.
+
+    A mapping may name leaves and subtrees, and leave others out: {"params": "p"} reads
+    `params/dense/kernel` from `p/dense/kernel`. The longest key that fits a leaf counts. A function
+    is given the path of each leaf.
+    """
     cast: bool | Callable[[str], bool] = False
     """Convert arrays to the dtype in `like` (of NumPy's `astype`) where the saved one differs."""
     missing: Literal["error", "keep"] = "error"
@@ -63,8 +68,15 @@ class Fit:
         if self.rename is None:
             return name
         if callable(self.rename):
-            return self.rename(name)
-        return self.rename.get(name, name)
+            renamed = self.rename(name)
+            must_be(renamed, str, f"rename: what it gives for {name}", "a leaf path")
+            return renamed
+        stem = name
+        while stem not in self.rename:
+            stem = stem.rpartition("/")[0]
+            if not stem:
+                return name
+        return self.rename[stem] + name.removeprefix(stem)
 
     def may_cast(self, name: str) -> bool:
         """May an array be converted to the dtype in `like`?"""
@@ -88,7 +100,7 @@ def pair(saved: Sequence[LeafSpec], wanted: Sequence[LeafSpec], fit: Fit = EXACT
     """Pair the leaves of a template with those that were saved; pure.
 
     Raises:
-        Misuse: `partial` names nothing in `like`, or two leaves are renamed to one.
+        Misuse: `partial` or `rename` name what is not in `like`, or two leaves are renamed to one.
     """
     if fit == EXACT:
         return Pairing({spec.name: spec for spec in saved}, differences(saved, wanted))
@@ -130,9 +142,14 @@ def _castable(found: LeafSpec, want: LeafSpec) -> bool:
 
 def _refuse_idle(fit: Fit, wanted: Sequence[LeafSpec]) -> None:
     """A path that selects nothing is a typing error, and would restore nothing without a word."""
-    if fit.partial is None or callable(fit.partial):
-        return
-    for each in fit.partial:
-        if not any(w.name == each or w.name.startswith(f"{each}/") for w in wanted):
-            names = ", ".join(sorted({w.name.split("/")[0] for w in wanted})[:8])
-            raise Misuse(f"partial: {each!r} is no leaf or subtree of `like`; it has {names}")
+    for what, given in (("partial", fit.partial), ("rename", fit.rename)):
+        if given is None or callable(given):
+            continue
+        for each in given:
+            if not any(w.name == each or w.name.startswith(f"{each}/") for w in wanted):
+                names = ", ".join(sorted({w.name.split("/")[0] for w in wanted})[:8])
+                turned = "; a key is the path in `like`, its value the path as it was saved"
+                raise Misuse(
+                    f"{what}: {each!r} is no leaf or subtree of `like`; it has {names}"
+                    f"{turned if what == 'rename' else ''}"
+                )

@@ -95,6 +95,34 @@ def test_renamed(saved: Path, rename) -> None:
     assert "params/dense2: wanted nothing, found int32[5]" in caught.value.differences
 
 
+def test_a_subtree_renamed(saved: Path) -> None:
+    like = {
+        "p": {"d": {"kernel": jnp.ones((16, 4)), "b": jnp.ones(4)}, "dense2": np.ones(5, np.int32)},
+        "pp": np.ones(7, np.float32),
+    }
+    rename = {"p": "params", "p/d": "params/dense", "p/d/b": "params/dense/bias", "pp": "opt/mu"}
+    found = ckpt.restore(saved, like, fit=Fit(rename=rename, extra="ignore")).state
+    np.testing.assert_array_equal(found["p"]["d"]["kernel"], tree()["params"]["dense"]["kernel"])
+    np.testing.assert_array_equal(found["p"]["d"]["b"], np.arange(4.0))
+    np.testing.assert_array_equal(found["p"]["dense2"], np.arange(5))
+    np.testing.assert_array_equal(found["pp"], np.full(7, 2.0))
+    with pytest.raises(ckpt.Mismatch, match=r"p/d/b: .* found nothing under the name params/d/b"):
+        ckpt.restore(saved, like, fit=Fit(rename={"p": "params"}, extra="ignore"))
+    with pytest.raises(ckpt.Mismatch, match=r"pp: wanted float32\[7\], found nothing"):
+        ckpt.restore(saved, like, fit=Fit(rename={"p": "opt"}, extra="ignore"))
+
+
+def test_a_renaming_that_names_nothing_is_an_error(saved: Path) -> None:
+    turned = {"params/dense/kernel": "net/w"}
+    with pytest.raises(ckpt.Misuse, match=r"'params/dense/kernel' is no leaf .*has net; a key is"):
+        ckpt.restore(saved, {"net": {"w": jnp.ones(4)}}, fit=Fit(rename=turned, extra="ignore"))
+    for key in ("param", "params/dense/", "params/dens", ""):
+        with pytest.raises(ckpt.Misuse, match=f"rename: {key!r} is no leaf or subtree"):
+            ckpt.restore(saved, tree(), fit=Fit(rename={key: "x"}, missing="keep"))
+    with pytest.raises(ckpt.Misuse, match=r"rename: what it gives for .*: wanted .* NoneType"):
+        ckpt.restore(saved, tree(), fit=Fit(rename=lambda name: None))
+
+
 def test_two_leaves_from_one_are_refused(saved: Path) -> None:
     like = {"a": jnp.ones(4), "b": jnp.ones(4)}
     with pytest.raises(ckpt.Misuse, match="a and b both come from params/dense/bias"):
