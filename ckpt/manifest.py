@@ -59,23 +59,27 @@ class Manifest:
                 raise Damaged(f"{where}: image {number}: wanted {name}, found {entry!r}")
             size = layout.natural(entry, "size_bytes", where)
             images.append(ImageRef(name, number, size, layout.hex_digest(entry, "header", where)))
-        files = {}
+        if not images:
+            raise Damaged(f"{where}: 'images': wanted that of each process, found none")
+        files: dict[str, tuple[int, str]] = {}
         for name, entry in _dict(doc, "files", where).items():
             files[_file_name(name, where)] = (
                 layout.natural(entry, "size_bytes", where),
                 layout.hex_digest(entry, "digest", where),
             )
+        if layout.TREE not in files:
+            raise Damaged(f"{where}: 'files': wanted {layout.TREE} among them, found none")
         return cls(
             step,
             layout.parse_step_id(doc.get("parent"), where),
             layout.natural(doc, "time_ns", where),
             tuple(images),
             files,
-            _dict(doc, "data", where),
-            doc.get("metrics"),
+            _data(doc, where),
+            _metrics(doc, where),
             doc.get("extra"),
             doc.get("guard"),
-            doc.get("environment") or {},
+            _object(doc, "environment", where) or {},
             layout.natural(doc, "bytes", where),
             _decision(doc, where),
         )
@@ -137,6 +141,30 @@ def _decision(doc: dict[str, Json], where: str) -> Decision | None:
         raise Damaged(f"{where}: 'decision': wanted an object, found {type(told).__name__}")
     own = {name: doc.get(name) for name in ("attempt", "branch", "parent")}
     return layout.decision_of({**told, **own}, where)
+
+
+def _object(doc: dict[str, Json], name: str, where: str) -> dict[str, Json] | None:
+    value = doc.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise Damaged(f"{where}: {name!r}: wanted an object, found {type(value).__name__}")
+    return value
+
+
+def _metrics(doc: dict[str, Json], where: str) -> dict[str, float] | None:
+    value = _object(doc, "metrics", where)
+    for name, figure in (value or {}).items():
+        if isinstance(figure, bool) or not isinstance(figure, int | float):
+            raise Damaged(f"{where}: metric {name!r:.80}: wanted a number, found {figure!r:.80}")
+    return value
+
+
+def _data(doc: dict[str, Json], where: str) -> dict[str, Json]:
+    """An entry has the state that all processes have in common, or one for each of them."""
+    value = _dict(doc, "data", where)
+    for name, entry in value.items():
+        if "state" not in entry and not (isinstance(entry.get("states"), list) and entry["states"]):
+            raise Damaged(f"{where}: data {name!r:.80}: wanted its state, found none")
+    return value
 
 
 def _file_name(name: str, where: str) -> str:

@@ -10,25 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from streams import Stream
 
 import ckpt
 from ckpt.states import as_json
 
 LIKE = {"w": np.arange(4.0)}
 Manager = ckpt.CheckpointManager
-
-
-class Stream:
-    """An iterator with a state that a test chooses."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def get_state(self) -> Any:
-        return self.state
-
-    def set_state(self, state: Any) -> None:
-        self.state = state
 
 
 @pytest.fixture
