@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from ckpt import orbax, tree
 from ckpt.errors import Mismatch
 from ckpt.leaves import ARRAYS, SCALARS, LeafSpec
 from ckpt.loading import DEFAULT, Loading, let_go
-from ckpt.placement import must_fit
+from ckpt.placement import must_all_fit, must_fit
 
 
 def restore_tree(
@@ -55,9 +56,14 @@ def restore_tree(
     )
     if wrong:
         raise Mismatch(f"{os.fspath(path)}: the saved tree is not the one in `like`", wrong)
-    for leaf in flat.leaves:
-        if leaf.spec.kind in ("jax", "key"):
-            must_fit(leaf.spec, _sharding(leaf))
+    must_all_fit(
+        (
+            functools.partial(must_fit, leaf.spec, _sharding(leaf))
+            for leaf in flat.leaves
+            if leaf.spec.kind in ("jax", "key")
+        ),
+        os.fspath(path),
+    )
     if loading.donate:
         let_go(flat.values)
     values: dict[str, Any] = {}

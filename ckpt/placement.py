@@ -7,7 +7,7 @@ belongs to the array from then on; JAX does not let a donating computation overw
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,24 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+_NO_FIT = (
+    "a sharding does not fit the saved array; JAX cuts a dimension into equal parts only: give "
+    "these leaves a mesh axis that divides it, or leave the dimension whole (None in the spec)"
+)
+
+
+def must_all_fit(checks: Iterable[Callable[[], object]], where: str) -> None:
+    """All that `must_fit` and `boxes` find in the leaves of a step, in one error that names it."""
+    lines: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except Mismatch as error:
+            lines += error.differences
+    if lines:
+        raise Mismatch(f"{where}: {_NO_FIT}", lines)
+
+
 def must_fit(target: LeafSpec, sharding: jax.sharding.Sharding | None) -> None:
     """What comes to devices by way of the host must fit there: to be asked before it is read.
 
@@ -64,7 +82,7 @@ def boxes(
         return _boxes(shape, sharding)
     except (ValueError, IndexError) as error:
         line = f"{name}: wanted {sharding}, found shape {list(shape)}"
-        raise Mismatch("a sharding does not fit the saved array", [line]) from error
+        raise Mismatch(_NO_FIT, [line]) from error
 
 
 def _must_not_be_narrowed(what: str, dtype: np.dtype[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,11 +75,9 @@ def _read_tree(
     if len(read) < len(values):
         _must_have_values(flat, pairing.saved, where)
     wants = [_want(pairing.saved[flat.specs[i].name], flat.specs[i], values[i]) for i in read]
-    for want in wants:
-        if want.on_device and want.sharding is None:
-            placement.must_fit(want.target, want.final)
+    placement.must_all_fit((functools.partial(_must_fit, want) for want in wants), where)
     if loading.donate:
-        _let_go(wants, values, set(read))
+        _let_go(values, set(read))
     found, report = _read(step, wants, loading)
     for i, value in zip(read, found, strict=True):
         values[i] = value
@@ -103,13 +102,18 @@ def _is_bare(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _let_go(wants: Sequence[_Want], values: list[Any], read: Container[int]) -> None:
-    """The last look at what could be refused, then the memory of the template."""
-    for want in wants:
-        spec, sharding = want.saved, want.sharding
-        if sharding is not None and spec.storage_dtype is not None:
-            shape, dtype = spec.storage_shape or (), dtypes.parse(spec.storage_dtype)
-            placement.boxes(shape, dtype, sharding, spec.name)
+def _must_fit(want: _Want) -> None:
+    """Asked of every leaf before anything is read, and before the template is let go."""
+    spec, sharding = want.saved, want.sharding
+    if want.on_device and sharding is None:
+        placement.must_fit(want.target, want.final)
+    elif sharding is not None and spec.storage_dtype is not None:
+        shape, dtype = spec.storage_shape or (), dtypes.parse(spec.storage_dtype)
+        placement.boxes(shape, dtype, sharding, want.target.name)
+
+
+def _let_go(values: list[Any], read: Container[int]) -> None:
+    """The memory of the template."""
     staying = [value for i, value in enumerate(values) if i not in read]
     let_go((value for i, value in enumerate(values) if i in read), staying)
 

@@ -104,7 +104,7 @@ def _open_step(store: Store, step: StepId) -> OpenStep:
             fatal.append(Damage.by(store, f"{prefix}/{image.name}", error))
     if fatal:
         raise Damaged(
-            f"{store.location}/{prefix}: {step} is damaged:"
+            f"{store.location}/{prefix}: not what was saved:"
             + "".join(f"\n  {each}" for each in fatal)
         )
     where = f"{store.location}/{needed}"

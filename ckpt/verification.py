@@ -199,7 +199,7 @@ def check_step(store: Store, step: StepId) -> tuple[Damage, ...]:
     damage = check_leaf_digests(opened) + check_chunks(opened)[0]
     if damage:
         lines = "".join(f"\n  {each}" for each in damage[:20])
-        raise Damaged(f"{store.location}/{opened.prefix}: {step} is damaged:{lines}")
+        raise Damaged(f"{store.location}/{opened.prefix}: not what was saved:{lines}")
     return opened.damage
 
 

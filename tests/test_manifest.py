@@ -93,3 +93,21 @@ def test_damage_is_the_same_to_all(saved: Path, tmp_path: Path, member: str, val
     (damage,) = step.damage
     assert damage.file == f"branch-1/0/{layout.MANIFEST}"
     assert damage.what in told[0]
+
+
+def test_what_is_wrong_is_said_once(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    (root / "branch-1/0" / layout.TREE).write_bytes(b"{}")
+    with (
+        ckpt.CheckpointManager(root, arena=tmp_path / "arena") as manager,
+        pytest.raises(ckpt.Damaged) as caught,
+    ):
+        manager.resume(LIKE)
+    told = [record.getMessage() for record in caplog.records if layout.TREE in record.getMessage()]
+    assert len(told) == 1
+    for text in (*told, str(caught.value)):
+        assert text.count("damaged") == 1, text
+        assert f"{root}/branch-1/0: not what was saved:" in text
