@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from tools.bench import cases, files, limits
+from tools.bench import cases, files, limits, table
 from tools.bench.pairs import Plan, Result, Run, WrongValuesError
 
 _RUN = Run(0.1, 0.2, 1.0, 1.1, 0.5, "cold", 1000, 0, 0, ())
@@ -83,6 +85,30 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     to_limit = result.to_limit("restore_s", "read_s")
     assert to_limit is not None
     assert (to_limit.least, to_limit.greatest) == (1.0, 10.0)
+
+
+def test_the_table_says_what_its_words_mean_and_small_sizes_in_kib() -> None:
+    (case,) = cases.cases_of("leaves", 0.001)
+    limit = {"write_s": 0.5, "read_s": 0.5, "copy_s": 0.05, "write": "direct"}
+    peaks = {"lastgood": (3 * 2**20, 5 * 2**20)}
+    result = Result(case, 1, {"lastgood": (_RUN,)}, (limit,), peaks)
+    told = io.StringIO()
+    table.show([result], Console(width=table.WIDTH, file=told))
+    text = told.getvalue()
+    assert "1.0 KiB" in text, "1000 bytes on disk"
+    assert "5 MiB" in text
+    assert " 0 MiB" not in text
+    assert "first: the blocking part of the first save of a process" in text
+    assert "limit: the same bytes" in text
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("", table.WIDTH), ("x", table.WIDTH)])
+def test_columns_are_respected_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert table.console().width == width
 
 
 def test_growth_is_a_slope_over_the_saves_after_the_first() -> None:

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from tools.bench.cases import NAMES, cases_of
 from tools.bench.pairs import Plan, WorkerFailedError, WrongValuesError, progress
 from tools.bench.sides import ORBAX, OURS, PEERS, PLAIN_ORBAX
-from tools.bench.table import WIDTH, show, to_json
+from tools.bench.table import console, show, to_json
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
@@ -35,7 +35,9 @@ def checkpoint(
     case: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may be given again.")
     ] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="The first one is dropped.")] = 7,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="The first is dropped, unless it is the only one.")
+    ] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="PyTorch DCP and safetensors, too.")
@@ -80,8 +82,7 @@ def checkpoint(
     if as_json:
         typer.echo(json.dumps(to_json(results), indent=1))
     else:
-        console = Console()
-        show(results, console if console.width >= WIDTH else Console(width=WIDTH))
+        show(results, console())
 
 
 @app.command()
@@ -119,8 +120,7 @@ def damage(
     if as_json:
         typer.echo(json.dumps(damage_table.to_json(found), indent=1))
     else:
-        console = Console()
-        damage_table.show(found, console if console.width >= WIDTH else Console(width=WIDTH))
+        damage_table.show(found, console())
     if not all(each.is_found for each in found.ours):
         raise typer.Exit(1)
 

@@ -30,6 +30,10 @@ OUR_COLUMNS: dict[str, Callable[[Ours], bool]] = {
     "not found": lambda each: not each.is_found,
     "WRONG VALUES": lambda each: "WRONG VALUES" in (each.asked, each.newest),
 }
+_LEGEND = (
+    "harmless: only padding changed, in which nothing lies; not needed: files (receipts, and those "
+    "for Orbax) without which the step itself is restored, with a report of the file"
+)
 THEIR_COLUMNS = ("refused", "right", "other tree", "WRONG VALUES")
 
 
@@ -136,6 +140,7 @@ def _show_ours(found: Sequence[Ours], console: Console) -> None:
     (total,) = _ours_by(found, lambda _: "all").values()
     table.add_row("all", *map(_figure, total.values()), style="bold")
     console.print(table)
+    console.print(_LEGEND, highlight=False)
 
 
 def _show_theirs(found: Survey, console: Console) -> None:

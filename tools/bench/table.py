@@ -51,11 +51,24 @@ def to_json(results: Sequence[Result]) -> dict[str, Any]:
 WIDTH = 170
 """Columns that a table needs."""
 
+_LEGEND = (
+    "first: the blocking part of the first save of a process, which blocking and durable leave "
+    "out; limit: the same bytes copied (as blocking), written and read by hand"
+)
+
+
+def console() -> Console:
+    """As wide as a table needs; narrower only where COLUMNS asks for it, not in a terminal."""
+    found = Console()
+    asked = os.environ.get("COLUMNS", "").isdigit() and not found.is_terminal
+    return found if asked or found.width >= WIDTH else Console(width=WIDTH)
+
 
 def show(results: Sequence[Result], console: Console) -> None:
     """Print one table per case."""
     for result in results:
         _show(result, console)
+    console.print(_LEGEND, highlight=False)
     where = environment()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     console.print(f"{where['cpus']} CPUs, Python {where['python']}, {versions}", highlight=False)
@@ -80,8 +93,8 @@ def _show(result: Result, console: Console) -> None:
             _seconds(result.spread(side, "first_blocking_s")),
             _seconds(result.spread(side, "durable_s")),
             _seconds(result.spread(side, "restore_s")),
-            _mebibytes(peak),
-            _mebibytes(result.runs[side][-1].disk_bytes),
+            _size(peak),
+            _size(result.runs[side][-1].disk_bytes),
         )
     table.add_section()
     for side in result.runs:
@@ -97,7 +110,7 @@ def _show(result: Result, console: Console) -> None:
         _seconds(result.limit("write_s")),
         _seconds(result.limit("read_s")),
         "",
-        _mebibytes(result.case.nbytes),
+        _size(result.case.nbytes),
     )
     table.add_row(
         f"{OURS} / limit",
@@ -114,7 +127,7 @@ def _show(result: Result, console: Console) -> None:
         if growth is not None:
             pss = result.runs[side][-1].pss_bytes
             console.print(
-                f"{side}: PSS {_mebibytes(pss[1])} after the second save, {_mebibytes(pss[-1])} "
+                f"{side}: PSS {_size(pss[1])} after the second save, {_size(pss[-1])} "
                 f"after save {len(pss)}: {growth / 2**20:+.3f} MiB a save",
                 highlight=False,
             )
@@ -133,5 +146,7 @@ def _times(spread: Spread | None) -> str:
     return f"{spread.median:.3g} ({spread.least:.3g}..{spread.greatest:.3g})"
 
 
-def _mebibytes(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.0f} MiB" if nbytes else "-"
+def _size(nbytes: float) -> str:
+    if nbytes >= 2**20:
+        return f"{nbytes / 2**20:,.0f} MiB"
+    return f"{nbytes / 2**10:,.1f} KiB" if nbytes else "-"
