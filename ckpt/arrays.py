@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt.errors import Damaged, Misuse
 from ckpt.fetch import LISTED, Chunk, Copy, Fetch, ImageFile, aligned_bytes, aligned_empty
-from ckpt.grid import is_range
+from ckpt.grid import is_range, round_up
 from ckpt.image import Header
 from ckpt.placement import ALIGNMENT_BYTES, Box, HostLeaf, boxes, is_single, place, put, whole
 from ckpt.specs import ArraySpec, dtype_of
@@ -30,6 +30,8 @@ Progress = Callable[[int, int], None]
 """Told the bytes done, and the bytes in all."""
 
 _FEW_CHUNKS = 64
+_SHARED_BELOW_BYTES = 4096
+_BLOCK_BYTES = 256 * 1024
 
 
 class Request(NamedTuple):
@@ -174,6 +176,7 @@ class _Catalog:
         self._first: list[list[int]] = []
         self._places: dict[str, list[tuple[int, int]]] = {}
         self._forms: dict[Any, _Form] = {}
+        self.room = _Room()
         for number, header in enumerate(self.headers):
             array = header.columns.array
             order = np.argsort(array, kind="stable")
@@ -231,6 +234,27 @@ class _Catalog:
         return self._places[request.param]
 
 
+class _Room:
+    """Buffers, aligned as JAX wants them; small ones share a block, which costs a tenth.
+
+    A block lives as long as any of its buffers, so it is no larger than what that may waste.
+    """
+
+    def __init__(self) -> None:
+        self._block = np.empty(0, np.uint8)
+        self._at = 0
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """u8[nbytes], not initialised."""
+        if nbytes > _SHARED_BELOW_BYTES:
+            return aligned_bytes(nbytes, ALIGNMENT_BYTES)
+        start = self._at
+        if start + nbytes > len(self._block):
+            self._block, start = aligned_bytes(_BLOCK_BYTES, ALIGNMENT_BYTES), 0
+        self._at = start + round_up(nbytes, ALIGNMENT_BYTES)
+        return self._block[start : start + nbytes]
+
+
 class _Leaf:
     """One request: its buffers, and the chunks that fill them."""
 
@@ -248,7 +272,7 @@ class _Leaf:
     def chunks(self) -> list[Chunk]:
         """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
         if self._form.whole_chunk:
-            raw = aligned_bytes(self.nbytes, ALIGNMENT_BYTES)
+            raw = self._catalog.room.take(self.nbytes)
             self._buffers.append(raw.view(self.dtype).reshape(self.spec.shape))
             ((image, row),) = self._found.values()
             offset = int(self._catalog.headers[image].columns.offset[row])

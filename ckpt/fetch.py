@@ -39,7 +39,7 @@ SMALL_BYTES = 256 * 1024
 
 RUN_BYTES = 4 << 20
 GAP_BYTES = 64 * 1024
-"""How much that nobody wants is read along to save a request."""
+"""How much that nobody wants is read along to save a request; less than a chunk read by itself."""
 
 GROUP_BYTES = 16 << 20
 LISTED = 20

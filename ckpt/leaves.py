@@ -151,14 +151,16 @@ class EmptySpec:
 def each_from_json(values: Iterable[Any]) -> Iterator[LeafSpec]:
     """`LeafSpec.from_json` of each value; what differs by name only is checked once."""
     moulds: dict[Any, tuple[dict[str, Any], LeafSpec]] = {}
+    pairs: dict[Any, tuple[str, int]] = {}
     for value in values:
-        rest = {k: v for k, v in value.items() if k not in _OWN} if type(value) is dict else {}
+        rest = dict(value) if type(value) is dict else {}
+        own = _own(rest, pairs)
         try:
             key = (rest.get("kind"), rest.get("dtype"), *rest.get("shape", ()))
             known = moulds.get(key)
         except TypeError:
             key, known = None, None
-        if known is not None and known[0] == rest and (own := _own(value)) is not None:
+        if known is not None and own is not None and known[0] == rest:
             # What is equal may be of another type (True and 1), so the values are those known.
             shared: Any = known[1][len(own) :]
             yield LeafSpec(*own, *shared)
@@ -168,15 +170,31 @@ def each_from_json(values: Iterable[Any]) -> Iterator[LeafSpec]:
         yield spec
 
 
-def _own(value: dict[str, Any]) -> tuple[str, str, tuple[tuple[str, int], ...]] | None:
-    """Name, param and keys, if they are what they should be."""
-    name, param, keys = value.get("name"), value.get("param"), value.get("keys")
+def _own(
+    rest: dict[str, Any], known: dict[Any, tuple[str, int]]
+) -> tuple[str, str, tuple[tuple[str, int], ...]] | None:
+    """Name, param and keys, taken out of `rest`; None if they are not what they should be.
+
+    `known` are the keys that other leaves have, too.
+    """
+    name, param, keys = rest.pop("name", None), rest.pop("param", None), rest.pop("keys", None)
     if type(name) is not str or type(param) is not str or type(keys) is not list:
         return None
-    if not all(type(key) is list for key in keys):
-        return None
-    pairs = tuple(map(tuple, keys))
-    return (name, param, pairs) if _are_keys(pairs) else None
+    found = []
+    for key in keys:
+        if type(key) is not list:
+            return None
+        pair = tuple(key)
+        try:
+            same = known.get(pair)
+        except TypeError:
+            return None
+        if same is None:
+            if not _are_keys((pair,)):
+                return None
+            same = known[pair] = pair
+        found.append(same)  # not `pair`: (x, True) is equal to (x, 1)
+    return name, param, tuple(found)
 
 
 def specs_from_json(value: Any) -> tuple[LeafSpec, ...]:
@@ -264,7 +282,6 @@ def _agree(found: LeafSpec, wanted: LeafSpec) -> bool:
 
 
 _FIELDS = dict.fromkeys(LeafSpec._fields)
-_OWN = ("name", "param", "keys")  # the first of the fields
 _DEFAULTS: dict[str, Any] = {
     "inline": None,
     "memory_kind": None,

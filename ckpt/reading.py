@@ -75,7 +75,7 @@ def _read_tree(
     if len(read) < len(values):
         _must_have_values(flat, pairing.saved, where)
     wants = [_want(pairing.saved[flat.specs[i].name], flat.specs[i], values[i]) for i in read]
-    placement.must_all_fit((functools.partial(_must_fit, want) for want in wants), where)
+    _must_all_fit(wants, where)
     if loading.donate:
         _let_go(values, set(read))
     found, report = _read(step, wants, loading)
@@ -100,6 +100,22 @@ def _is_bare(value: Any) -> bool:
     if isinstance(value, jax.Array):
         return value.is_deleted()
     return isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _must_all_fit(wants: Sequence[_Want], where: str) -> None:
+    """What many leaves have in common is asked once, unless it is an error for all of them."""
+    kinds: dict[Any, _Want] = {}
+    for want in wants:
+        saved, target = want.saved, want.target
+        stored = (saved.storage_dtype, saved.storage_shape, want.on_device)
+        # The wants keep the shardings, so identity holds; to hash one takes longer.
+        wanted = (target.dtype, target.shape, id(want.sharding), id(want.final))
+        kinds.setdefault((stored, wanted), want)
+    try:
+        for want in kinds.values():
+            _must_fit(want)
+    except Mismatch:
+        placement.must_all_fit((functools.partial(_must_fit, want) for want in wants), where)
 
 
 def _must_fit(want: _Want) -> None:
@@ -127,7 +143,7 @@ def _want(saved: LeafSpec, target: LeafSpec, value: Any) -> _Want:
     # Devices may lack the dtype in which these bytes are stored, or hold it differently.
     direct = (
         sharding is not None
-        and not _is_cast(saved, target)
+        and (saved.dtype == target.dtype or not _is_cast(saved, target))
         and saved.storage_dtype is not None
         and (target.kind == "key" or not dtypes.is_reinterpreted(saved.dtype))
     )
