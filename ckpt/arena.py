@@ -33,6 +33,7 @@ from ckpt.image import Header, decode
 from ckpt.owning import own, remove_files, slot_name, slot_numbers
 from ckpt.wording import counted
 
+_STEP_BYTES = 32 * 2**20  # made ready at a time: a close waits no longer than for this
 _GROW_BYTES = 2**20  # slots grow in these steps, with that much to spare for a longer table
 
 
@@ -158,7 +159,7 @@ class Arena:
                     self._warming = cold[0]
                 try:
                     self._mapped(cold[0], nbytes)
-                except StoreFailed:
+                except (StoreFailed, Misuse):
                     break
                 finally:
                     with self._free:
@@ -299,7 +300,7 @@ class Arena:
                     f"{path}: cannot map its {size} bytes: {error}; give the process more memory, "
                     "or use fewer slots"
                 ) from error
-        _prefault(mapping)
+        self._prefault(mapping)
         self._maps[number] = mapping
         return mapping
 
@@ -314,7 +315,9 @@ class Arena:
         cause: OSError | None = None
         if needed_bytes <= free_bytes:
             try:
-                os.posix_fallocate(fd, 0, grown)
+                for at in range(0, grown, _STEP_BYTES):
+                    self._must_be_open()
+                    os.posix_fallocate(fd, at, min(_STEP_BYTES, grown - at))
                 return
             except OSError as error:
                 os.ftruncate(fd, size)
@@ -333,6 +336,18 @@ class Arena:
             "a larger place, enlarge this one (a container's --shm-size), or use fewer slots"
         ) from cause
 
+    def _prefault(self, mapping: mmap.mmap) -> None:
+        """Map every page for writing now, without changing a byte: copies then meet warm pages.
+
+        NumPy releases the GIL for it; `madvise` would keep all threads waiting for seconds.
+        """
+        touch = np.frombuffer(mapping, np.uint8)[::PAGE_BYTES]
+        pages = _STEP_BYTES // PAGE_BYTES
+        for first in range(0, len(touch), pages):
+            self._must_be_open()
+            some = touch[first : first + pages]
+            np.bitwise_or(some, 0, out=some)
+
 
 _live: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -347,12 +362,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _prefault(mapping: mmap.mmap) -> None:
-    """Map every page for writing now, without changing a byte, so that copies meet warm pages.
-
-    NumPy releases the GIL for it; `madvise` would keep all threads waiting for seconds.
-    """
-    touch = np.frombuffer(mapping, np.uint8)[::PAGE_BYTES]
-    np.bitwise_or(touch, 0, out=touch)

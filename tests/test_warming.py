@@ -84,6 +84,35 @@ def test_closing_waits_for_what_is_being_warmed(
     assert arena._preparing is None
 
 
+def test_closing_does_not_wait_for_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot may be large, and a machine slow to give memory."""
+    monkeypatch.setattr("ckpt.arena._STEP_BYTES", 1 << 20)
+    real, calls = os.posix_fallocate, []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int, offset: int, nbytes: int) -> None:
+        calls.append(offset)
+        if offset == 2 << 20:
+            entered.set()
+            assert go_on.wait(60)
+        real(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    arena = Arena(tmp_path / "arena", owner={})
+    arena.prepare(50 << 20)
+    assert entered.wait(60)
+    closing = threading.Thread(target=arena.close, kwargs={"remove": True})
+    closing.start()
+    while not arena._closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(60)
+    assert calls == [0, 1 << 20, 2 << 20]
+    assert not (tmp_path / "arena").exists()
+
+
 def test_a_finalizer_in_the_warming_thread_closes_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
