@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -400,6 +401,11 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any], alignment_bytes: i
 def aligned_bytes(nbytes: int, alignment_bytes: int) -> np.ndarray:
     """As `aligned_empty`: u8[nbytes]. From 1 MiB on it starts at a page: see `FileImage`."""
     if nbytes >= DIRECT_FROM_BYTES:
+        # NumPy would ask for huge pages: where memory is in pieces, each one waits for the kernel
+        # to make room, and a restore takes twice as long.
+        with contextlib.suppress(OSError):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
         alignment_bytes = PAGE_BYTES
     raw = np.empty(nbytes + alignment_bytes - 1, np.uint8)
     start = -raw.ctypes.data % alignment_bytes

@@ -167,8 +167,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
 
 
 class Counted:
-    """numpy with an `empty` that counts: in the threads that read it makes scratch memory, in the
-    thread that restores the buffers which are to become arrays."""
+    """numpy that counts the memory it gives: in the threads that read that is scratch memory, in
+    the thread that restores the buffers which are to become arrays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -179,7 +179,12 @@ class Counted:
         return getattr(np, name)
 
     def empty(self, shape: Any, dtype: Any) -> np.ndarray:
-        found = np.empty(shape, dtype)
+        return self._count(np.empty(shape, dtype))
+
+    def frombuffer(self, buffer: Any, dtype: Any) -> np.ndarray:
+        return self._count(np.frombuffer(buffer, dtype))
+
+    def _count(self, found: np.ndarray) -> np.ndarray:
         with self._lock:
             if threading.current_thread().name.startswith("ckpt-read"):
                 self.scratch_bytes += found.nbytes
