@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt import attempts, commit, grid, image, layout, publishing
+from ckpt import attempts, commit, grid, image, layout, publishing, threads
 from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
 from ckpt.image import Header
 from ckpt.lineage import StepId, counts
@@ -317,8 +316,7 @@ def _check_rows(
     if end - start < _WORTH_THREADS_BYTES:
         found = [check(row) for row in range(first, stop)]
     else:
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(check, range(first, stop)))
+        found = threads.each(check, range(first, stop), 2)
     return [each for each in found if each is not None]
 
 

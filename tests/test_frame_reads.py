@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +10,7 @@ import crc32c
 import numpy as np
 import pytest
 import zstandard
+from memory_images import Bytes
 from orbax_steps import mesh_sharding
 
 from ckpt import fetch, image
@@ -19,24 +19,6 @@ from ckpt.compressing import compressed
 from ckpt.errors import Damaged
 from ckpt.image import Header
 from ckpt.specs import ArraySpec, ShardSpec
-
-
-@dataclass
-class Bytes:
-    """An image in memory, read as a file."""
-
-    data: bytes
-    name: str = "p0.image"
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data)
-
-    def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        for offset, buffer in ranges:
-            self.ranges.append((offset, buffer.nbytes))
-            buffer[:] = self.data[offset : offset + buffer.nbytes]
 
 
 def in_memory(arrays: dict[str, np.ndarray], limit_bytes: int = 1 << 20) -> tuple[Header, Bytes]:
@@ -49,7 +31,7 @@ def in_memory(arrays: dict[str, np.ndarray], limit_bytes: int = 1 << 20) -> tupl
     buffer = bytearray(plan.size_bytes)
     header = image.fill(plan, buffer, list(arrays.values()))
     made, packed = compressed(header, memoryview(buffer))
-    return made, Bytes(packed.tobytes())
+    return made, Bytes("p0.image", packed.tobytes())
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -75,7 +57,7 @@ def test_a_hostile_frame_is_damage(name: str, sharded: bool) -> None:
     frames, crcs = header.columns.frames.copy(), header.columns.crc.copy()  # type: ignore[union-attr]
     frames[1], crcs[1] = len(frame), crc
     changed = replace(header, columns=replace(header.columns, frames=frames, crc=crcs))
-    hostile = Bytes(bytes(data))
+    hostile = Bytes("p0.image", bytes(data))
     sharding = mesh_sharding(2, None, "b") if sharded else None
     with pytest.raises(Damaged, match=r"1 of the 2 chunks .*\n.*leaf w: .*\(1, 0\).*: zstd frame"):
         read_arrays([(changed, hostile)], [Request("w", sharding)])
