@@ -34,8 +34,12 @@ class Keep:
     last: int | None = None
     every: int | None = None
     best: Best | None = None
+    branches: int | None = None
+    """How many abandoned branches stay, the newest of them; all without a number."""
 
     def __post_init__(self) -> None:
+        if self.branches is not None:
+            whole_number(self.branches, "Keep: branches (leave it out to keep all)", least=0)
         for name in ("last", "every"):
             value = getattr(self, name)
             if value is not None:
