@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from ckpt.errors import Misuse, Superseded
 
+SNAPSHOT = "snapshot"
 TIER = "shared"
 
 
+@final
 class Pending:
-    """A save on its way. `wait` raises what went wrong; so does the next save if nobody asks."""
+    """A save on its way to its tiers. `wait` raises what went wrong; so does the next save if
+    nobody asks."""
 
-    def __init__(self, step: int, tiers: tuple[str, ...]) -> None:
+    def __init__(self, step: int, tiers: Sequence[str]) -> None:
         self.step = step
-        self.tiers = tiers
-        self.error: BaseException | None = None
-        """What went wrong, once it has; to look here tells nobody."""
-        self._done = threading.Event()
-        self._heard = False
+        self._lock = threading.Condition()
+        self._errors: dict[str, BaseException | None] = {}  # of tiers that have ended
+        self._tiers = tuple(tiers)
+        self._heard: set[str] = set()
 
     def __repr__(self) -> str:
-        state = "failed" if self.error else "done" if self._done.is_set() else "on its way"
-        return f"Pending(step={self.step}, {state})"
+        with self._lock:
+            states = [f"{tier}: {self._state(tier)}" for tier in self._tiers]
+        return f"Pending(step={self.step}, {', '.join(states)})"
+
+    def _state(self, tier: str) -> str:
+        if tier not in self._errors:
+            return "on its way"
+        return "done" if self._errors[tier] is None else "failed"
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that are due, nearest first."""
+        return self._tiers
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong first, once something has; to look here tells nobody."""
+        with self._lock:
+            return next((error for error in self._errors.values() if error is not None), None)
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
-        """Block until the step is acknowledged by a tier (all that are due without a name).
+        """Block until the step is acknowledged by a tier (by all that are due without a name).
 
         "snapshot" returns at once: the copy was taken before `save` returned.
 
@@ -37,47 +56,75 @@ class Pending:
             TimeoutError: not yet done after `timeout` seconds; the save goes on.
             CheckpointError: the save failed.
         """
-        self._check(tier)
-        if tier == "snapshot":
-            return
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"step {self.step}: not durable after {timeout} s; still writing")
-        self._heard = True
-        if self.error is not None:
-            raise self.error
+        wanted = self._wanted(tier)
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._have_ended(wanted), timeout):
+                late = ", ".join(name for name in wanted if name not in self._errors)
+                raise TimeoutError(
+                    f"step {self.step}: not durable after {timeout} s; still writing to {late}"
+                )
+        self._raise(wanted)
 
     def done(self, tier: str | None = None) -> bool:
         """Is the step acknowledged by the tier (by all that are due)? Raises what went wrong."""
-        self._check(tier)
-        if tier == "snapshot":
-            return True
-        if not self._done.is_set():
-            return False
-        self._heard = True
-        if self.error is not None:
-            raise self.error
+        wanted = self._wanted(tier)
+        with self._lock:
+            if not self._have_ended(wanted):
+                return False
+        self._raise(wanted)
         return True
 
-    def _check(self, tier: str | None) -> None:
-        if tier is not None and tier != "snapshot" and tier not in self.tiers:
-            due = ", ".join(("snapshot", *self.tiers))
+    def _wanted(self, tier: str | None) -> tuple[str, ...]:
+        if tier is None:
+            return self._tiers
+        if tier == SNAPSHOT:
+            return ()
+        if tier not in self._tiers:
+            due = ", ".join((SNAPSHOT, *self._tiers))
             raise Misuse(f"step {self.step}: tier {tier!r} is not due; due are: {due}")
+        return (tier,)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """For the writer: the step is acknowledged, or will never be."""
-        self.error = error
-        self._done.set()
+    def _have_ended(self, tiers: Iterable[str]) -> bool:
+        return all(tier in self._errors for tier in tiers)
+
+    def _raise(self, tiers: Sequence[str]) -> None:
+        with self._lock:
+            self._heard.update(tiers)
+            errors = [error for tier in tiers if (error := self._errors[tier]) is not None]
+        if errors:
+            raise errors[0]
+
+    def extend(self, tiers: Iterable[str]) -> None:
+        """For the manager: these are due, too."""
+        with self._lock:
+            self._tiers = (*self._tiers, *(tier for tier in tiers if tier not in self._tiers))
+
+    def finish(self, tier: str | None = None, error: BaseException | None = None) -> None:
+        """For the writer: a tier has acknowledged the step, or never will; without a name: all."""
+        with self._lock:
+            for each in self._tiers if tier is None else (tier,):
+                self._errors.setdefault(each, error)
+            self._lock.notify_all()
+
+    def has_ended(self, tier: str) -> bool:
+        """Has this tier acknowledged the step, or failed? Tells nobody."""
+        with self._lock:
+            return tier in self._errors
 
     def ended(self, timeout_s: float | None = 0) -> bool:
-        """Is it acknowledged or failed, at the latest after `timeout_s`? Tells nobody."""
-        return self._done.wait(timeout_s)
+        """Has every tier acknowledged or failed, after at most `timeout_s`? Tells nobody."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._have_ended(self._tiers), timeout_s)
 
     @property
     def unheard_error(self) -> BaseException | None:
-        """The error nobody has been told yet; telling it."""
-        if self._done.is_set() and self.error is not None and not self._heard:
-            self._heard = True
-            return self.error
+        """The first error nobody has been told yet; telling it."""
+        with self._lock:
+            for tier, error in self._errors.items():
+                if error is not None and tier not in self._heard:
+                    # One store that fails is one piece of news, however many tiers it has.
+                    self._heard.update(self._errors)
+                    return error
         return None
 
 
@@ -95,7 +142,7 @@ class Background:
 
     def superseded(self) -> Superseded | None:
         """That another attempt has taken over, if a save met it."""
-        errors = [each.error for each in self.pendings if each.ended()]
+        errors = [each.error for each in self.pendings]
         found = [each for each in (*errors, *self.unheard) if isinstance(each, Superseded)]
         return found[-1] if found else None
 
@@ -110,11 +157,11 @@ class Background:
     def raise_error(self, pendings: Sequence[Pending] | None = None) -> None:
         """Raise the oldest error that nobody has been told, of these saves or of all."""
         for pending in list(self.pendings) if pendings is None else pendings:
-            if not pending.ended():
-                continue
+            # A failure is told as soon as it is known, though other tiers may be under way.
             if (error := pending.unheard_error) is not None:
                 raise error
-            self.pendings.remove(pending)
+            if pending.ended():
+                self.pendings.remove(pending)
         if self.unheard:
             raise self.unheard.pop(0)
 

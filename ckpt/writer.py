@@ -117,7 +117,7 @@ class Writer:
             try:
                 figures = self._write(job)
             except BaseException as error:
-                job.pending.finish(error)
+                job.pending.finish(error=error)
                 if isinstance(error, StoreFailed) and self._processes.index == 0:
                     self._tell(functools.partial(self._lost, job.id, job.line))
                 continue
