@@ -279,20 +279,40 @@ def may_put_back(attempt: int, seen: Collection[StepId], remain: Remain) -> bool
     )
 
 
-def choose(line: Lineage, steps: Iterable[StepId], wanted: int | None = None) -> StepId | None:
-    """The newest counting step, or the counting step numbered `wanted`.
+def choose(
+    line: Lineage, steps: Iterable[StepId], wanted: int | None = None, branch: int | None = None
+) -> StepId | None:
+    """The newest counting step, the counting step numbered `wanted`, or the one on a branch.
+
+    Args:
+        branch: with it the committed step `wanted` of that branch, whether it counts or not.
 
     Raises:
-        NotFound: `wanted` is given and no such step counts.
+        NotFound: `wanted` is given and there is no such step.
     """
-    found = counting(line, steps)
+    there = sorted(step for step in steps if branch in (None, step.branch))
+    found = counting(line, there) if branch is None else there
     if wanted is None:
         return found[-1] if found else None
     for step in found:
         if step.step == wanted:
             return step
-    there = ", ".join(str(s.step) for s in found[-8:]) or "none"
-    raise NotFound(f"step {wanted} is not in the lineage of the run; newest steps there: {there}")
+    newest = ", ".join(str(s.step) for s in found[-8:]) or "none"
+    if branch is not None:
+        raise NotFound(f"step {wanted} is not on branch {branch}; newest steps there: {newest}")
+    raise NotFound(f"step {wanted} is not in the lineage of the run; newest steps there: {newest}")
+
+
+def line_before(decisions: Mapping[int, Decision], step: StepId) -> Lineage:
+    """The lineage of who goes on from a step, whether the step counts now or not.
+
+    It begins with the attempt that made the step and ends the reach of that attempt there.
+
+    Raises:
+        Damaged: a record that the chain needs is absent, or the chain does not descend.
+    """
+    after = max({step.attempt, *decisions}) + 1
+    return lineage(decisions, Decision(after, "rewind", step, after))[1:]
 
 
 def join_skips(*skips: Skips) -> dict[str, list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ckpt import layout, states
-from ckpt.arguments import check_step_number, must_be
+from ckpt.arguments import check_step_number, must_be, whole_number
 from ckpt.errors import Damaged, Misuse, NotFound, Unsupported
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId
@@ -161,22 +161,34 @@ def unpin(location: Location, step: int) -> StepId:
     return found
 
 
-def rewind(location: Location, to: int, *, skips: Skips | None = None, reason: str = "") -> StepId:
+def rewind(
+    location: Location,
+    to: int,
+    *,
+    branch: int | None = None,
+    skips: Skips | None = None,
+    reason: str = "",
+) -> StepId:
     """Make step `to` the one that the next `resume` goes on from, on a branch of its own.
 
     For use while no trainer runs; a live one on this host is refused, elsewhere it is superseded.
 
     Args:
-        skips: examples never to be served again: iterator name -> half-open ranges.
+        branch: that of the step; by default the one on which it belongs to the lineage. So one can
+            go back to a branch that was left.
+        skips: examples never to be served again: iterator name -> half-open ranges. They come on
+            top of those of all rewinds before, on whatever branch those were made.
 
     Raises:
-        NotFound: `to` is not in the lineage. InUse: a live manager on this host.
+        NotFound: `to` is not in the lineage, or not on `branch`.
+        InUse: a live manager on this host.
     """
     from ckpt.arena import Arena
     from ckpt.owning import default_directory
     from ckpt.start import Start, Wish
 
     check_step_number(to)
+    branch = None if branch is None else whole_number(branch, "branch", least=0)
     must_be(reason, str, "reason", "text")
     for name in skips or {}:
         must_be(name, str, "skips: the name of an iterator", "text")
@@ -185,7 +197,15 @@ def rewind(location: Location, to: int, *, skips: Skips | None = None, reason: s
     arena = Arena(default_directory(run, 0), owner={"run": run, "doing": "rewind"}, slots=1)
     try:
         start = Start(reader.store, Alone().matter("rewind"))
-        wish = Wish("rewind", to, load_values=False, must_exist=True, skips=skips, reason=reason)
+        wish = Wish(
+            "rewind",
+            to,
+            branch=branch,
+            load_values=False,
+            must_exist=True,
+            skips=skips,
+            reason=reason,
+        )
         started = start.run(wish)
     finally:
         arena.close(remove=True)

@@ -23,8 +23,10 @@ from ckpt.lineage import (
     Skips,
     StepId,
     choose,
+    counting,
     decide,
     join_skips,
+    line_before,
     lineage,
     may_put_back,
     served,
@@ -72,6 +74,8 @@ class Wish:
     loading: Loading = DEFAULT
     load_values: bool = True
     """False: the step is verified, chunk by chunk, and nothing is built from it."""
+    branch: int | None = None
+    """On which `step` lies, if it is not to be one of the lineage."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class Start:
         call = {
             "call": wish.kind,
             "step": wish.step,
+            "branch": wish.branch,
             "must_exist": wish.must_exist,
             "skip_batches": None if batches is None else [batches.start, batches.stop],
             "data": sorted(states.named(wish.data)),
@@ -183,7 +188,7 @@ class Start:
             # Before anything is written: a mistyped root must stay as it is.
             before = attempts.list_run(self.store)
             if not any(remain.state == "making" for remain in before.remains):
-                if not before.counting:
+                if not before.counting and wish.branch is None:
                     _must_not_be_lost(self.store, before)
                     raise NotFound(nothing_there(self.store, before))
                 if wish.step is not None:
@@ -219,9 +224,7 @@ class Start:
         def make() -> list[Json]:
             found = listing.counting
             if wish.step is not None:
-                chosen = _wanted(listing, wish)
-                older = [s for s in found if s.step < wish.step and wish.kind == "rewind"]
-                found = [*older, *([chosen] if chosen else [])]
+                found = _wanted_or_older(listing, wish)
             elif not found:
                 _must_not_be_lost(self.store, listing)
             return [layout.emit_step_id(step) for step in reversed(found)]
@@ -370,12 +373,29 @@ def _wanted(listing: Listing, wish: Wish) -> StepId | None:
     Raises:
         NotFound: no such step in the lineage. Damaged: its marker cannot be read.
     """
+    if wish.branch is not None and wish.step is not None:
+        name = layout.step_name(wish.branch, wish.step)
+        for place, reason in listing.damaged:
+            if place == name:
+                raise Damaged(reason)
+        return choose(listing.lineage, listing.steps, wish.step, wish.branch)
     for step, reason in listing.damaged_steps:
         if step == wish.step:
             if wish.kind == "rewind":
                 return None
             raise Damaged(reason)
     return choose(listing.lineage, listing.steps, wish.step)
+
+
+def _wanted_or_older(listing: Listing, wish: Wish) -> list[StepId]:
+    """The step that was asked for; for a rewind the older ones of its lineage, too. Ascending."""
+    chosen = _wanted(listing, wish)
+    line = listing.lineage
+    if wish.branch is not None and chosen is not None:
+        line = line_before(listing.decisions, chosen)
+    older = counting(line, listing.steps) if wish.kind == "rewind" else []
+    number = wish.step if wish.step is not None else -1
+    return [*(s for s in older if s.step < number), *([chosen] if chosen else [])]
 
 
 def _must_not_be_lost(store: Store, listing: Listing) -> None:
