@@ -4,8 +4,8 @@ The same values go to a writer in a thread, as they are, and to one in a process
 Unix socket. The first line each side sends carries the version.
 
 ============== ===================================================================================
-to the writer  `Setup` (once, first), `Begin`, `Job`, `Abandon`, `Note`, `Flush`, `Close`
-from it        `Ready` (once, first), `Released`, `Done`, `Failed`, `Trouble`, `Said`
+to the writer  `Setup` (once, first), `Begin`, `Job`, `Abandon`, `Note`, `Flush`, `Settle`, `Close`
+from it        `Ready` (once, first), `Released`, `Done`, `Failed`, `Trouble`, `Said`, `Settled`
 ============== ===================================================================================
 """
 
@@ -87,6 +87,11 @@ class Flush:
 
 
 @dataclass(frozen=True)
+class Settle:
+    """Say `Settled` when nothing is under way any more, be it a deletion."""
+
+
+@dataclass(frozen=True)
 class Close:
     """Finish everything, then end."""
 
@@ -142,8 +147,13 @@ class Said:
     text: str
 
 
-ToWriter = Setup | Begin | Job | Abandon | Note | Flush | Close
-Report = Ready | Released | Done | Failed | Trouble | Said
+@dataclass(frozen=True)
+class Settled:
+    """The answer to `Settle`."""
+
+
+ToWriter = Setup | Begin | Job | Abandon | Note | Flush | Settle | Close
+Report = Ready | Released | Done | Failed | Trouble | Said | Settled
 Message = ToWriter | Report
 Tell = Callable[[Report], None]
 
@@ -245,7 +255,7 @@ def _parse_tier(value: Json) -> tuple[str, Durable]:
 _KINDS: dict[str, Callable[..., Message]] = {
     each.__name__: each
     for each in (
-        *(Setup, Begin, Job, Abandon, Note, Flush, Close),
-        *(Ready, Released, Done, Failed, Trouble, Said),
+        *(Setup, Begin, Job, Abandon, Note, Flush, Settle, Close),
+        *(Ready, Released, Done, Failed, Trouble, Said, Settled),
     )
 }
