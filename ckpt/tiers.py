@@ -180,6 +180,11 @@ class Tiers:
         """The Local tiers."""
         return {name: t for name, t in self.by_name.items() if isinstance(t, Local)}
 
+    @property
+    def least_slots(self) -> int:
+        """Of the arena: one to copy into while another is written out, and what memory keeps."""
+        return 2 + (0 if self.memory is None else self.memory.keep.last or 1)
+
     def due(self, step: int) -> tuple[str, ...]:
         """Names of the tiers that save a step."""
         return tuple(name for name, tier in self.by_name.items() if step % tier.every == 0)
