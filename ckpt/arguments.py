@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt.errors import Misuse
@@ -45,6 +46,22 @@ def check_step_number(step: Any) -> int:
 
 def _short(number: int) -> str:
     return str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
+
+
+def numbers_by_name(metrics: Any) -> dict[str, float]:
+    """Metrics as floats. Raises Misuse for names that are no text, and for no numbers."""
+    must_be(metrics, Mapping, "metrics", "numbers by name")
+    found = {}
+    for name, value in metrics.items():
+        must_be(name, str, "metrics: a name", "text")
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError("it is text")
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            told = f"{shown(value)} ({error})"
+            raise Misuse(f"metrics: {name}: wanted a number, found {told}") from error
+    return found
 
 
 def shown(value: Any) -> str:

@@ -24,6 +24,7 @@ from ckpt.lineage import Lineage, Remain, StepId
 from ckpt.recurring import Contents, Places, Recurring, Template
 from ckpt.specs import ArraySpec
 from ckpt.store import Store
+from ckpt.windows import Source
 
 Json = Any
 
@@ -325,7 +326,7 @@ def _data(headers: Sequence[Header]) -> dict[str, Json]:
 # --- writing and publishing --------------------------------------------------------------------
 
 
-def write_image(store: Store, prefix: str, header: Header, data: memoryview) -> None:
+def write_image(store: Store, prefix: str, header: Header, data: Source) -> None:
     """Write the image of `header` under `prefix`, cut as the store wants it; durable."""
     key = f"{prefix}/{layout.image_name(header.meta['attempt'], header.meta['process'])}"
     borders = pieces.cuts(header, store.cut_bytes)
@@ -400,8 +401,11 @@ def _occupant(store: Store, step: StepId) -> StepId | None:
 # --- deleting ------------------------------------------------------------------------------------
 
 
-def delete_step(store: Store, step: StepId, *, owner: int) -> None:
+def delete_step(store: Store, step: StepId, *, owner: int, home: Store | None = None) -> None:
     """Condemn, look, remove (FORMAT.md section 7).
+
+    Args:
+        home: where the claims of the run are, if not in `store`.
 
     Raises:
         Superseded: a newer attempt owns the run; the step was put back.
@@ -412,7 +416,7 @@ def delete_step(store: Store, step: StepId, *, owner: int) -> None:
     except NotFound:
         return
     try:
-        attempts.look(store, owner)
+        attempts.look(home or store, owner)
     except Superseded:
         states.put_back(step, owner)  # unless the new owner has dealt with it
         raise

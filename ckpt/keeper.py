@@ -64,12 +64,12 @@ class Keeper:
             return []
         found = counting(line, attempts.list_run(self._store).steps)
         pinned = self._pinned(found)
-        metrics: dict[int, Mapping[str, float]] = {}
+        metrics: dict[StepId, Mapping[str, float]] = {}
         if self._keep.best is not None:
             for step in found:
                 try:
                     if step.attempt:
-                        metrics[step.step] = read_manifest(self._store, step).metrics or {}
+                        metrics[step] = read_manifest(self._store, step).metrics or {}
                 except Damaged as error:
                     # One bad step must not end all retention; it stays for whoever looks into it.
                     _log.warning("%s: retention keeps %s: %s", self._store.location, step, error)
@@ -79,18 +79,7 @@ class Keeper:
     def why_kept(self, step: StepId, line: Lineage) -> str | None:
         """Why not even the user may delete a step; None when nothing is against it."""
         found = counting(line, attempts.list_run(self._store).steps)
-        if step == found[-1]:
-            return "is the newest of the run; rewind() before deleting it"
-        if not step.attempt:
-            return "was written by Orbax, and is not ours to delete"
-        if self._pinned([step]):
-            return "is pinned; ckpt.unpin() it before deleting it"
-        if step in retention.fork_points(line, found):
-            return (
-                f"is where branch {line[0].branch} forked, which has fewer than two steps; save "
-                "another one before deleting it"
-            )
-        return None
+        return retention.why_kept(line, found, step, self._pinned([step]))
 
     def _pinned(self, steps: Sequence[StepId]) -> list[StepId]:
         pins = {layout.parse_pin_name(entry.name) for entry in self._store.list(layout.PINS)}

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt import layout, states
-from ckpt.arguments import must_be, shown
+from ckpt.arguments import numbers_by_name
 from ckpt.environment import environment
-from ckpt.errors import Misuse
 from ckpt.lineage import Decision, StepId
 from ckpt.processes import Processes
 
@@ -32,7 +31,7 @@ class Notes:
     def to_json(self) -> dict[str, Json]:
         """Members of the record."""
         return {
-            "metrics": _metrics(self.metrics),
+            "metrics": None if self.metrics is None else numbers_by_name(self.metrics),
             "extra": states.as_json(self.extra, "extra"),
             "guard": states.as_json(self.guard, "guard"),
         }
@@ -69,25 +68,3 @@ def _device() -> str:
     import jax
 
     return str(jax.local_devices()[0])
-
-
-def _metrics(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-    if metrics is None:
-        return None
-    must_be(metrics, Mapping, "metrics", "numbers by name")
-    return {_name(name): _figure(name, value) for name, value in metrics.items()}
-
-
-def _name(name: Any) -> str:
-    must_be(name, str, "metrics: a name", "text")
-    return str(name)
-
-
-def _figure(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError("it is text")
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        found = f"{shown(value)} ({error})"
-        raise Misuse(f"metrics: {name}: wanted a number, found {found}") from error

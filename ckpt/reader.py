@@ -17,6 +17,7 @@ from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
 from ckpt.lineage import Skips, StepId, choose, counting
 from ckpt.loading import DEFAULT, Loading
+from ckpt.log import joined, late_metrics
 from ckpt.manifest import Manifest, check_ours, read_manifest
 from ckpt.processes import Matter, here, of_tree
 from ckpt.resolving import Place, nothing_there
@@ -167,10 +168,18 @@ class Reader:
         return max(self.all_steps(), default=None)
 
     def best_step(self, policy: Best) -> int | None:
-        """The best step of the lineage by a metric; None when no step has it."""
+        """The best step of the lineage by a metric; None when no step has it.
+
+        Metrics that were added late count like those saved with the step.
+        """
         must_be(policy, Best, "best_step: policy", "ckpt.Best('loss')")
-        found = self.listing().counting
-        metrics = {step.step: self.manifest(step).metrics or {} for step in found if step.attempt}
+        listing = self.listing()
+        found, late = listing.counting, late_metrics(self.store, listing)
+        metrics = {
+            step: joined(self.manifest(step).metrics, late.get(step)) or {}
+            for step in found
+            if step.attempt
+        }
         ranked = best(policy, found, metrics)
         return ranked[0].step if ranked else None
 
