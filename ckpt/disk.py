@@ -15,6 +15,7 @@ import numpy as np
 from ckpt import threads
 from ckpt.errors import Damaged, NotFound, StoreFailed
 from ckpt.grid import PAGE_BYTES
+from ckpt.windows import Source, size_of, window_of
 
 WINDOW_BYTES = 16 << 20
 """Bytes of one bulk write: large enough for the disk, small enough to share among threads."""
@@ -108,10 +109,10 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_bulk(path: Path, data: memoryview) -> None:
+def write_bulk(path: Path, data: Source) -> None:
     """O_DIRECT from page-aligned memory where the file system has it, else buffered windows."""
-    data = data.cast("B")
-    if data.nbytes > 0 and is_page_aligned(data):
+    aligned = not isinstance(data, memoryview) or is_page_aligned(data)
+    if size_of(data) > 0 and aligned:
         try:
             _write_whole(path, data, direct=True)
             return
@@ -122,40 +123,43 @@ def write_bulk(path: Path, data: memoryview) -> None:
     _write_whole(path, data, direct=False)
 
 
-def _write_whole(path: Path, data: memoryview, *, direct: bool) -> None:
+def _write_whole(path: Path, data: Source, *, direct: bool) -> None:
+    size_bytes = size_of(data)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
     try:
-        if data.nbytes:
+        if size_bytes:
             with contextlib.suppress(OSError):
-                os.posix_fallocate(descriptor, 0, data.nbytes)
-        whole = data.nbytes - data.nbytes % PAGE_BYTES if direct else data.nbytes
-        _write_windows(descriptor, data[:whole], direct=direct)
-        if whole < data.nbytes:
+                os.posix_fallocate(descriptor, 0, size_bytes)
+        whole = size_bytes - size_bytes % PAGE_BYTES if direct else size_bytes
+        _write_windows(descriptor, data, whole, direct=direct)
+        if whole < size_bytes:
             # The unaligned tail cannot go out with O_DIRECT.
             rest = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                _write_range(rest, data[whole:], whole)
+                _write_range(rest, window_of(data, whole, size_bytes), whole)
                 os.fsync(rest)
             finally:
                 os.close(rest)
         os.fsync(descriptor)
         found = os.fstat(descriptor).st_size
-        if found != data.nbytes:
-            raise OSError(errno.EIO, f"wrote {data.nbytes} bytes, the file has {found}")
+        if found != size_bytes:
+            raise OSError(errno.EIO, f"wrote {size_bytes} bytes, the file has {found}")
     finally:
         os.close(descriptor)
 
 
-def _write_windows(descriptor: int, data: memoryview, *, direct: bool) -> None:
-    starts = range(0, data.nbytes, WINDOW_BYTES)
+def _write_windows(descriptor: int, data: Source, stop: int, *, direct: bool) -> None:
+    def write(start: int) -> None:
+        window = window_of(data, start, min(start + WINDOW_BYTES, stop))
+        _write_range(descriptor, window, start)
+
+    starts = range(0, stop, WINDOW_BYTES)
     if direct:
-        threads.each(
-            lambda s: _write_range(descriptor, data[s : s + WINDOW_BYTES], s), starts, THREADS
-        )
+        threads.each(write, starts, THREADS)
         return
     for start in starts:
-        _write_range(descriptor, data[start : start + WINDOW_BYTES], start)
+        write(start)
         # Keep writeback close behind, so that it does not pile up and stall the train step.
         os.fdatasync(descriptor)
 

@@ -35,6 +35,7 @@ from ckpt import disk
 from ckpt.arguments import shown
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
 from ckpt.open_images import FileImage, ImageReader
+from ckpt.windows import Source, size_of
 
 SMALL_LIMIT_BYTES = 1 << 30
 """No small file of ours comes near this; a larger one is not read into memory."""
@@ -123,7 +124,7 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
+    def write_image(self, key: str, data: Source, cuts: Sequence[int] = ()) -> None:
         """Write a large file, durable and without leaving it in the page cache if possible.
 
         Args:
@@ -384,9 +385,9 @@ class FileStore(Store):
             if new.parent != old.parent:
                 disk.sync_directory(old.parent)
 
-    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
+    def write_image(self, key: str, data: Source, cuts: Sequence[int] = ()) -> None:
         path = self._path(key)
-        with disk.translated(path, data.nbytes):
+        with disk.translated(path, size_of(data)):
             disk.make_directory(path.parent)
             # In place: the name carries the attempt, and no part names it before it is whole.
             try:

@@ -15,6 +15,7 @@ How the clauses of `ckpt.store` are kept where there are requests instead of sys
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
@@ -33,6 +34,7 @@ from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
 from ckpt.open_images import ImageReader
 from ckpt.pieces import piece_name
 from ckpt.store import Entry, SwappingStore, check_key
+from ckpt.windows import Source, size_of
 
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
@@ -247,9 +249,8 @@ class KvStore(SwappingStore):
 
     # --- images -------------------------------------------------------------------------------
 
-    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
-        data = data.cast("B")
-        borders = [0, *cuts, data.nbytes]
+    def write_image(self, key: str, data: Source, cuts: Sequence[int] = ()) -> None:
+        borders = [0, *cuts, size_of(data)]
         pieces = [
             Piece(piece_name(_checked(key), start, stop), start, stop)
             for start, stop in itertools.pairwise(borders)
@@ -257,7 +258,7 @@ class KvStore(SwappingStore):
         old = {piece.key for piece in self._pieces(key)} - {piece.key for piece in pieces}
         try:
             threads.each(
-                lambda piece: self._write(piece.key, bytes(data[piece.start : piece.stop])),
+                lambda piece: self._write(piece.key, _bytes(data, piece.start, piece.stop)),
                 pieces,
                 WRITES,
             )
@@ -494,6 +495,16 @@ class KvImage(ImageReader):
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _bytes(data: Source, start: int, stop: int) -> bytes:
+    """Of some bytes a copy, and never two at a time."""
+    if isinstance(data, memoryview):
+        return bytes(data.cast("B")[start:stop])
+    whole = io.BytesIO()
+    for at in range(start, stop, READ_BYTES):
+        whole.write(data.window(at, min(at + READ_BYTES, stop)))
+    return whole.getvalue()
 
 
 def _checked(key: str) -> str:
