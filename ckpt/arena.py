@@ -6,85 +6,116 @@
         lock            flock held by the live owner; its text says who that is
         slot-<k>        one image each: preallocated, mapped, prefaulted, reused for ever
 
-What protects a snapshot is the slot file, not a process: after a crash a later owner can find it by
-`valid_images` (no manager adopts it yet: it goes on from the newest step). The kernel drops the
-lock when its owner dies, so stale means that the lock can be had; no process ids are compared.
+What protects a snapshot is the slot file, not a process: after a crash the next owner finds it by
+`valid_images` and holds it by `adopt`. The kernel drops the lock when its owner dies, so stale
+means that the lock can be had; pids only tell how long to wait for it.
 `multiprocessing.shared_memory` is not used because its blocks vanish with their creator.
+
+A slot is filled under an exclusive flock on its file, and read by others under a shared one: a
+writer that outlives its trainer never reads what the next trainer puts there. Slots without an
+image are filled first, then the one with the oldest: the newest is always the last to go.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import logging
 import mmap
 import os
 import threading
+import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ckpt.errors import Damaged, Misuse, StoreFailed, Unsupported
-from ckpt.grid import PAGE_BYTES, round_up
-from ckpt.image import Header, decode
-from ckpt.owning import own, remove_files, slot_name, slot_numbers
+from ckpt.errors import Misuse, StoreFailed
+from ckpt.owning import StaleArena, make_room, own, remove_files
+from ckpt.slot_files import (
+    NoRoom,
+    SlotFiles,
+    StoredImage,
+    age_of,
+    prefault,
+    slot_name,
+    slot_numbers,
+)
 from ckpt.wording import counted
 
-_STEP_BYTES = 32 * 2**20  # made ready at a time: a close waits no longer than for this
-_GROW_BYTES = 2**20  # slots grow in these steps, with that much to spare for a longer table
-
-
-@dataclass(frozen=True)
-class StoredImage:
-    """A slot that holds an image: header page and table are intact, chunks were not looked at."""
-
-    slot: int
-    path: Path
-    header: Header
+_log = logging.getLogger("ckpt")
+_POLL_S = 0.02
 
 
 class Slot:
-    """A slot in the hands of one holder, until `release`; its bytes stay until the next claim."""
+    """A slot in the hands of a holder, until `release`; its bytes stay until the next claim."""
 
     def __init__(self, arena: Arena, number: int, mapping: mmap.mmap) -> None:
         self._arena = arena
+        self._mapping = mapping
         self._released = False
         self.number = number
         self.path = arena.directory / slot_name(number)
         self.buffer = memoryview(mapping)
         """Writable, page-aligned; at least as long as was claimed."""
 
+    def filled(self) -> None:
+        """The image is there: from now on others may read it, and it is the newest."""
+        with self._arena._free:
+            self._arena._filling.discard(self.number)
+            self._arena._files.unlock(self.number)
+
+    def share(self) -> Slot:
+        """The same slot for another holder; it is free once all of them have released it.
+
+        Raises `Misuse` when this holder has done so already.
+        """
+        with self._arena._free:
+            if self._released:
+                raise Misuse(f"{self.path}: released already; share it before")
+            self._arena._held[self.number] += 1
+        return Slot(self._arena, self.number, self._mapping)
+
     def release(self) -> None:
         """Hand the slot back. The buffer must not be used afterwards. Idempotent."""
-        if not self._released:
+        with self._arena._free:
+            if self._released:
+                return
             self._released = True
-            self.buffer = memoryview(b"")
-            self._arena._take_back(self.number)
+        self.buffer = memoryview(b"")
+        del self._mapping
+        self._arena._take_back(self.number)
 
 
 class Arena:
     """The slots of one process of a run on this host, owned by holding the lock.
 
     `owner` is a JSON object that says who this is (`run`, ...); pid, host and start time are added.
-    Thread-safe. A forked child does not keep the lock.
+    With `frees_stale`, arenas of dead runs that lie beside this one are deleted when there is no
+    room for a slot. Thread-safe. A forked child does not keep the lock.
 
     Raises `InUse`, naming the owner, when a live one holds the directory; `StoreFailed` when the
     directory cannot be made or is not private to this user.
     """
 
-    def __init__(self, directory: str | Path, *, owner: dict[str, Any], slots: int = 2) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        owner: dict[str, Any],
+        slots: int = 2,
+        frees_stale: bool = False,
+    ) -> None:
         if not 1 <= slots <= 1000:
             raise Misuse(f"slots: wanted 1 to 1000, found {slots}")
         self.directory = Path(directory).absolute()
         self.slots = slots
-        """How many slots `claim` uses. With 1, a crash while saving leaves no snapshot at all."""
+        """How many slots `claim` uses; fewer than were wanted where there is no room for them. With
+        1, a crash while saving leaves no snapshot at all."""
+        self._frees_stale = frees_stale
         self._free = threading.Condition()
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}  # by slot: how many hold it
+        self._filling: set[int] = set()  # claimed, and no image is there yet
         self._order: list[int] = []  # slots by their last claim, oldest first
         self._maps: dict[int, mmap.mmap] = {}
+        self._warm: set[int] = set()  # prefaulted, as long as they are mapped
         self._closed = False
         self._ended = False
         self._preparing: threading.Thread | None = None
@@ -92,46 +123,123 @@ class Arena:
         self._remove_at_end: bool | None = None
         is_here = any(arena.directory == self.directory for arena in list(_live))
         self._lock_fd, self._directory_fd = own(self.directory, owner, is_here=is_here)
+        self._files = SlotFiles(self.directory, self._directory_fd)
         _live.add(self)
         try:
-            full = {image.slot for image in self.valid_images()}
+            ages = {image.slot: age_of(image.header) for image in self.valid_images()}
         except BaseException:
             self._let_go()
             raise
-        self._order = sorted(range(slots), key=lambda k: (k in full, k))
+        self._order = sorted(range(slots), key=lambda k: (k in ages, ages.get(k), k))
 
     def claim(self, nbytes: int, timeout_s: float | None = None) -> Slot:
-        """A free slot of at least `nbytes`, grown if need be; waits while all are held.
+        """A free slot of at least `nbytes`, grown if need be; waits while all are held or read.
 
-        Slots without an image are given first, then the one claimed longest ago. The image in it is
-        gone once the holder starts to fill it. Raises `StoreFailed` when the place is too small,
-        or no slot came free within `timeout_s`.
+        Slots without an image are given first, then the one filled longest ago. The image in it is
+        gone once the holder starts to fill it; `Slot.filled` lets others read the new one. Where
+        there is no room for another slot, it goes on with those that are there.
+
+        Raises `StoreFailed` when the place is too small for any, or no slot came free within
+        `timeout_s`.
         """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            number = self._take(end, timeout_s)
+            try:
+                mapping = self._mapped(number, nbytes)
+            except NoRoom as error:
+                try:
+                    again = self._found_room(error.needed_bytes, number)
+                    if not again and not self._goes_on_without(number, nbytes, error):
+                        raise
+                finally:
+                    self._take_back(number)
+                continue
+            except BaseException:
+                self._take_back(number)
+                raise
+            try:
+                with self._free:
+                    self._order.remove(number)
+                    self._order.append(number)
+                    self._filling.add(number)
+                self.prepare(nbytes)
+            except BaseException:
+                self._take_back(number)
+                raise
+            return Slot(self, number, mapping)
+
+    def _take(self, end: float | None, timeout_s: float | None) -> int:
+        """Hold the slot that is next in turn and that nobody reads."""
         with self._free:
-            self._must_be_open()
-            self._free.wait_for(self._has_next, timeout_s)
-            # A slot that is only being warmed is about to come: to wait for it is no time-out.
-            self._free.wait_for(lambda: self._warming is None or self._has_next())
-            self._must_be_open()
-            if not self._has_next():
-                raise StoreFailed(
-                    f"{self.directory}: none of {counted(self.slots, 'slot')} came free "
-                    f"within {timeout_s} s: "
-                    "earlier snapshots are still being written; give more slots, or save less often"
-                )
-            number = self._next()[0]
-            self._held.add(number)
-            self._drop_surplus()
-        try:
-            mapping = self._mapped(number, nbytes)
-            with self._free:
-                self._order.remove(number)
-                self._order.append(number)
-            self.prepare(nbytes)
-        except BaseException:
-            self._take_back(number)
-            raise
-        return Slot(self, number, mapping)
+            while True:
+                self._must_be_open()
+                free = self._next()
+                for number in free:
+                    if number == self._warming:
+                        break
+                    if self._files.lock(number):
+                        self._held[number] = 1
+                        self._drop_surplus()
+                        return number
+                if self._warming is not None and self._warming in free:
+                    # A slot that is only being warmed is about to come: to wait is no time-out.
+                    self._free.wait()
+                    continue
+                left_s = None if end is None else end - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise StoreFailed(
+                        f"{self.directory}: none of {counted(self.slots, 'slot')} came free "
+                        f"within {timeout_s} s: "
+                        "earlier snapshots are still being written; give more slots, or save less "
+                        "often"
+                    )
+                # Nobody tells that another process has read a slot to the end.
+                self._free.wait(min(_POLL_S, left_s or _POLL_S) if free else left_s)
+
+    def _found_room(self, needed_bytes: int, number: int) -> bool:
+        """Free what is not needed: arenas of dead runs, slots of ours. Whether that may help."""
+        freed: list[StaleArena] = []
+        if self._frees_stale:
+            freed = make_room(self.directory.parent, needed_bytes, keep=self.directory)
+            for dead in freed:
+                _log.warning("freed %s: there was no room for a slot of %s", dead, self.directory)
+        with self._free:
+            free_bytes = self._files.free_bytes()
+            if freed and free_bytes >= needed_bytes:
+                return True
+            images = {image.slot: age_of(image.header) for image in self.valid_images()}
+            newest = max(images, key=lambda k: images[k], default=None)
+            spare = [k for k in self._next() if k not in (number, newest, self._warming)]
+            sizes = {k: self._files.sizes(k)[1] for k in spare}
+            if free_bytes + sum(sizes.values()) < needed_bytes:
+                return False
+            gone = [k for k in spare if sizes[k] and self._files.lock(k)]
+            for other in gone:
+                self._forget(other)
+            return bool(gone)
+
+    def _goes_on_without(self, number: int, nbytes: int, why: StoreFailed) -> bool:
+        """Give a slot up for good, if another one will do."""
+        with self._free:
+            others = [k for k in self._order if k != number]
+            if number not in self._order or not any(
+                self._files.sizes(k)[0] >= nbytes for k in others
+            ):
+                return False
+            # Those without memory would meet the same.
+            gone = [number, *(k for k in others if self._files.sizes(k)[0] < nbytes)]
+            gone = [k for k in gone if k not in (*self._held, self._warming) or k == number]
+            self._order = [k for k in self._order if k not in gone]
+            self.slots = len(self._order)
+        cost = (
+            "a save then waits until the one before is written, and a crash while it is copied "
+            "leaves no snapshot in memory"
+            if self.slots == 1
+            else "saves then wait sooner for those before"
+        )
+        _log.warning("%s; going on with %s: %s", why, counted(self.slots, "slot"), cost)
+        return True
 
     def prepare(self, nbytes: int) -> None:
         """Grow and prefault the free slots in the background: a claim of `nbytes` finds them warm.
@@ -174,22 +282,25 @@ class Arena:
 
     def _is_cold(self, number: int, nbytes: int) -> bool:
         mapping = self._maps.get(number)
-        return mapping is None or len(mapping) < nbytes
+        return mapping is None or len(mapping) < nbytes or number not in self._warm
 
     def adopt(self, number: int) -> Slot:
         """Hold the slot of a `StoredImage` as it is, so that it is not claimed for something else.
 
-        Adopt before the first claim, which may take any slot that is not held. Raises `Misuse`
-        when it is held already, or gone.
+        Adopt before the first claim, which may take any slot that is not held. Its file is used
+        again afterwards. Raises `Misuse` when it is held already, or gone.
         """
         with self._free:
             self._must_be_open()
             if number in self._held:
                 raise Misuse(f"{self.directory}: slot {number} is held already")
-            self._held.add(number)
+            while number == self._warming:
+                self._free.wait()
+            self._held[number] = 1
         try:
-            with self._opened(number, os.O_RDWR) as fd:
-                return Slot(self, number, mmap.mmap(fd, os.fstat(fd).st_size))
+            if number not in self._maps:
+                self._maps[number] = self._files.map_as_is(number)
+            return Slot(self, number, self._maps[number])
         except (StoreFailed, OSError, ValueError) as error:
             self._take_back(number)
             raise Misuse(f"{self.directory}: slot {number} has no image: {error}") from error
@@ -201,17 +312,7 @@ class Arena:
         after a crash of the host, with an arena on disk, they may not be.
         """
         self._must_be_open()
-        found = []
-        for number in slot_numbers(self._directory_fd):
-            path = self.directory / slot_name(number)
-            with self._opened(number, os.O_RDONLY) as fd, contextlib.suppress(Damaged, Unsupported):
-
-                def read(offset: int, length: int, fd: int = fd) -> bytes:
-                    return os.pread(fd, length, offset)
-
-                header = decode(read, os.fstat(fd).st_size, str(path))
-                found.append(StoredImage(number, path, header))
-        return found
+        return self._files.images()
 
     def close(self, *, remove: bool) -> None:
         """Let go of the lock; with `remove`, delete slots and directory first. Idempotent.
@@ -244,6 +345,7 @@ class Arena:
         if not self._ended:
             self._ended = True
             _live.discard(self)
+            self._files.close()
             os.close(self._directory_fd)
             os.close(self._lock_fd)
 
@@ -251,102 +353,54 @@ class Arena:
         if self._closed:
             raise Misuse(f"{self.directory}: the arena is closed")
 
-    def _has_next(self) -> bool:
-        return self._closed or self._next()[:1] not in ([], [self._warming])
-
     def _next(self) -> list[int]:
         return [k for k in self._order if k not in self._held]
 
     def _take_back(self, number: int) -> None:
         with self._free:
-            self._held.discard(number)
+            left = self._held.get(number, 1) - 1
+            if left:
+                self._held[number] = left
+                return
+            self._held.pop(number, None)
+            self._files.unlock(number)
+            if number in self._filling:  # nothing is lost when it goes first the next time
+                self._filling.discard(number)
+                if number in self._order:
+                    self._order.remove(number)
+                    self._order.insert(0, number)
             if not self._closed:
                 self._drop_surplus()
             self._free.notify_all()
 
-    def _drop_surplus(self) -> None:
-        """Delete slots left by an owner that had more of them, unless somebody adopted them."""
-        for number in slot_numbers(self._directory_fd):
-            if number >= self.slots and number not in self._held:
-                os.unlink(slot_name(number), dir_fd=self._directory_fd)
+    def _forget(self, number: int) -> None:
+        """Delete the file of a slot that is locked; the slot may be made anew."""
+        self._files.delete(number)
+        self._maps.pop(number, None)
+        self._warm.discard(number)
 
-    @contextlib.contextmanager
-    def _opened(self, number: int, flags: int) -> Iterator[int]:
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(slot_name(number), flags, 0o600, dir_fd=self._directory_fd)
-        except OSError as error:
-            path = self.directory / slot_name(number)
-            raise StoreFailed(f"{path}: cannot open this slot: {error}") from error
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def _drop_surplus(self) -> None:
+        """Delete slots that are not in use any more, unless they are held, read, or the newest."""
+        surplus = [k for k in slot_numbers(self._directory_fd) if k not in self._order]
+        surplus = [k for k in surplus if k not in self._held]
+        if not surplus:
+            return
+        ages = {image.slot: age_of(image.header) for image in self.valid_images()}
+        newest = max(ages, key=lambda k: ages[k], default=None)
+        for number in surplus:
+            if number != newest and self._files.lock(number):
+                self._forget(number)
 
     def _mapped(self, number: int, nbytes: int) -> mmap.mmap:
         if not self._is_cold(number, nbytes):
             return self._maps[number]
-        with self._opened(number, os.O_RDWR | os.O_CREAT) as fd:
-            size = os.fstat(fd).st_size
-            if size < nbytes:
-                grown = round_up(nbytes + _GROW_BYTES, _GROW_BYTES)
-                self._allocate(fd, size, grown)
-                size = grown
-            try:
-                mapping = mmap.mmap(fd, size)
-            except (OSError, ValueError) as error:
-                path = self.directory / slot_name(number)
-                raise StoreFailed(
-                    f"{path}: cannot map its {size} bytes: {error}; give the process more memory, "
-                    "or use fewer slots"
-                ) from error
-        self._prefault(mapping)
+        mapping = self._maps.get(number)
+        if mapping is None or len(mapping) < nbytes:
+            mapping = self._files.map_grown(number, nbytes, self._must_be_open)
+        prefault(mapping, self._must_be_open)
         self._maps[number] = mapping
+        self._warm.add(number)
         return mapping
-
-    def _allocate(self, fd: int, size: int, grown: int) -> None:
-        """Give the file all its blocks now: running out of space later would be a SIGBUS."""
-        try:
-            place = os.fstatvfs(fd)
-            needed_bytes = grown - os.fstat(fd).st_blocks * 512
-        except OSError as error:
-            raise StoreFailed(f"{self.directory}: cannot look at a slot: {error}") from error
-        free_bytes = place.f_bavail * place.f_frsize
-        cause: OSError | None = None
-        if needed_bytes <= free_bytes:
-            try:
-                for at in range(0, grown, _STEP_BYTES):
-                    self._must_be_open()
-                    os.posix_fallocate(fd, at, min(_STEP_BYTES, grown - at))
-                return
-            except OSError as error:
-                os.ftruncate(fd, size)
-                if error.errno == errno.EFBIG:
-                    raise StoreFailed(
-                        f"{self.directory}: cannot grow a slot to {grown} bytes: {error}; files of "
-                        "this process may not be that large: raise its limit (ulimit -f), or that "
-                        "of the file system"
-                    ) from error
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise StoreFailed(f"{self.directory}: cannot grow a slot: {error}") from error
-                cause = error
-        raise StoreFailed(
-            f"{self.directory}: a slot of {grown} bytes needs {needed_bytes} bytes more, "
-            f"{free_bytes} are free there, for {counted(self.slots, 'slot')}; give the arena "
-            "a larger place, enlarge this one (a container's --shm-size), or use fewer slots"
-        ) from cause
-
-    def _prefault(self, mapping: mmap.mmap) -> None:
-        """Map every page for writing now, without changing a byte: copies then meet warm pages.
-
-        NumPy releases the GIL for it; `madvise` would keep all threads waiting for seconds.
-        """
-        touch = np.frombuffer(mapping, np.uint8)[::PAGE_BYTES]
-        pages = _STEP_BYTES // PAGE_BYTES
-        for first in range(0, len(touch), pages):
-            self._must_be_open()
-            some = touch[first : first + pages]
-            np.bitwise_or(some, 0, out=some)
 
 
 _live: weakref.WeakSet[Arena] = weakref.WeakSet()

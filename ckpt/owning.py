@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
-import re
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,36 @@ from typing import Any
 import xxhash
 
 from ckpt.errors import InUse, StoreFailed
+from ckpt.slot_files import age_of, header_in, slot_name, slot_numbers
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SLOT_NAME = re.compile(r"slot-(0|[1-9][0-9]{0,3})")
 _LOCK_NAME = "lock"
 _FORMAT = "lastgood arena 1"
 _WRITTEN_WITHIN_S = 60.0
+_DYING_S = 5.0  # the kernel frees the memory of a killed process before it drops its locks
+_EXITING = 0x4  # a flag of the kernel, in the ninth field of /proc/<pid>/stat
+KEPT_S = 6 * 3600.0
+"""How long the arena of a dead run is left for somebody who may come back for it."""
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
 class StaleArena:
-    """An arena without a live owner. `size_bytes` is what its slots occupy."""
+    """An arena without a live owner."""
 
     directory: Path
     owner: dict[str, Any]
     size_bytes: int
+    """What its slots occupy."""
+    newest_ns: int = 0
+    """When the newest snapshot in it was taken; without one, since when the arena was owned."""
+    steps: tuple[int, ...] = ()
+    """Of the snapshots in it, ascending."""
+
+    def __str__(self) -> str:
+        run = self.owner.get("run", "?")
+        held = f"steps {', '.join(map(str, self.steps))}" if self.steps else "no snapshot"
+        return f"{self.directory}: {self.size_bytes} bytes of the dead run {run}, with {held}"
 
 
 def default_directory(location: str, process: int) -> Path:
@@ -57,18 +71,68 @@ def default_directory(location: str, process: int) -> Path:
 
 def stale_arenas(parent: str | Path) -> list[StaleArena]:
     """Arenas at `parent` or directly in it that no live process owns; changes nothing."""
-    return list(_each_stale(Path(parent), remove=False))
+    return list(_each_stale(Path(parent)))
 
 
-def remove_stale(parent: str | Path) -> list[StaleArena]:
-    """Delete the arenas that `stale_arenas` finds, and the snapshots in them; returns them.
+def remove_stale(
+    parent: str | Path,
+    *,
+    keep: str | Path | None = None,
+    older_than_s: float = KEPT_S,
+    now_ns: Callable[[], int] = time.time_ns,
+) -> list[StaleArena]:
+    """Delete those that `stale_arenas` finds and nobody will come back for; returns them.
 
     Only an arena's own files are deleted, and its directory when that is empty then.
+
+    Args:
+        keep: the directory of an arena that stays in any case: that of the caller's own run.
+        older_than_s: younger ones stay, too; their runs may be started again.
     """
-    return list(_each_stale(Path(parent), remove=True))
+    before_ns = now_ns() - int(older_than_s * 1e9)
+    kept = None if keep is None else Path(keep).absolute()
+    return list(
+        _each_stale(
+            Path(parent),
+            remove=lambda each: each.newest_ns < before_ns and each.directory.absolute() != kept,
+        )
+    )
 
 
-def _each_stale(parent: Path, *, remove: bool) -> Iterator[StaleArena]:
+def make_room(parent: str | Path, nbytes: int, *, keep: str | Path) -> list[StaleArena]:
+    """Delete stale arenas, that with the oldest snapshot first, until `nbytes` are free there.
+
+    All but `keep`, however young: a run that lives goes before one that is dead. When all of them
+    together would not do, none is deleted. Returns those that were.
+    """
+    parent, kept = Path(parent), Path(keep).absolute()
+    found = [each for each in stale_arenas(parent) if each.directory.absolute() != kept]
+    if _free_bytes(parent) + sum(each.size_bytes for each in found) < nbytes:
+        return []
+    removed: list[StaleArena] = []
+    for each in sorted(found, key=lambda each: each.newest_ns):
+        if _free_bytes(parent) >= nbytes:
+            break
+        removed += _each_stale(each.directory, remove=functools.partial(_is_at, each.directory))
+    return removed
+
+
+def _is_at(directory: Path, arena: StaleArena) -> bool:
+    return arena.directory == directory
+
+
+def _free_bytes(place: Path) -> int:
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def _each_stale(
+    parent: Path, *, remove: Callable[[StaleArena], bool] | None = None
+) -> Iterator[StaleArena]:
+    """The stale ones; with `remove`, those for which it is true, and they are deleted."""
     for directory in (parent, *sorted(parent.glob("*"))):
         try:
             directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -84,17 +148,36 @@ def _each_stale(parent: Path, *, remove: bool) -> Iterator[StaleArena]:
             known = owner.get("format") == _FORMAT or _died_early(lock_fd, directory_fd)
             ours = os.fstat(directory_fd).st_uid == os.geteuid() and known
             if ours and _try_lock(lock_fd):
-                numbers = slot_numbers(directory_fd)
-                blocks = [
-                    os.stat(slot_name(k), dir_fd=directory_fd, follow_symlinks=False).st_blocks
-                    for k in numbers
-                ]
-                if remove:
+                found = _look_at(directory, owner, lock_fd, directory_fd)
+                if remove is None:
+                    yield found
+                elif remove(found):
                     remove_files(directory, directory_fd)
-                yield StaleArena(directory, owner, 512 * sum(blocks))
+                    yield found
         finally:
             os.close(lock_fd)
             os.close(directory_fd)
+
+
+def _look_at(directory: Path, owner: dict[str, Any], lock_fd: int, directory_fd: int) -> StaleArena:
+    numbers = slot_numbers(directory_fd)
+    blocks, images = 0, []
+    for name in map(slot_name, numbers):
+        blocks += os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+            try:
+                header = header_in(fd, name)
+            finally:
+                os.close(fd)
+            if header is not None:
+                images.append(age_of(header))
+    since_ns = owner.get("since_ns")
+    if not isinstance(since_ns, int):  # killed before it wrote this
+        since_ns = os.fstat(lock_fd).st_mtime_ns if numbers else 0
+    newest_ns = max((time_ns for time_ns, _ in images), default=0) or since_ns
+    steps = tuple(sorted(step for _, step in images))
+    return StaleArena(directory, owner, 512 * blocks, newest_ns, steps)
 
 
 def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, int]:
@@ -131,7 +214,7 @@ def _try_to_own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tup
         except OSError as error:
             raise StoreFailed(f"{directory}: cannot open its lock: {error}") from error
         opened.callback(os.close, lock_fd)
-        if not _patiently(lock_fd):
+        if not (_patiently(lock_fd) or (not is_here and _after_a_death(lock_fd))):
             text = _describe(_read_owner(lock_fd))
             if is_here:
                 raise InUse(
@@ -206,8 +289,45 @@ def _patiently(fd: int) -> bool:
     return _try_lock(fd)
 
 
+def _after_a_death(fd: int) -> bool:
+    """`_try_lock` while its owner is dying: the kernel frees its memory first, for seconds."""
+    end = time.monotonic() + _DYING_S
+    while _is_dying(_parse_owner(fd)) and time.monotonic() < end:
+        if _try_lock(fd):
+            return True
+        time.sleep(0.02)
+    return _try_lock(fd)
+
+
+def _is_dying(owner: dict[str, Any]) -> bool:
+    """Whether the process that has a lock can be seen to be dead, or about to be."""
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or owner.get("host") != socket.gethostname():
+        return False
+    found = _stat_of(pid)
+    if found is None:
+        return True
+    started = owner.get("started")
+    flags = int(found[6])
+    return (
+        found[0] in ("Z", "X")
+        or bool(flags & _EXITING)
+        or (isinstance(started, int) and int(found[19]) != started)
+    )
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat from the state on; None when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
 def _owner_text(owner: dict[str, Any]) -> str:
-    known = {"format": _FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
+    known: dict[str, Any] = {"format": _FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
+    if (own_stat := _stat_of(os.getpid())) is not None:
+        known["started"] = int(own_stat[19])  # a pid is used again, at another time
     return json.dumps({**known, "since_ns": time.time_ns(), **owner})
 
 
@@ -244,12 +364,3 @@ def _describe(owner: dict[str, Any]) -> str:
     )
     pid, host, run = (owner.get(key, "?") for key in ("pid", "host", "run"))
     return f"pid {pid} on host {host}, run {run}, since {since}"
-
-
-def slot_name(number: int) -> str:
-    return f"slot-{number}"
-
-
-def slot_numbers(directory_fd: int) -> list[int]:
-    matches = map(_SLOT_NAME.fullmatch, os.listdir(directory_fd))
-    return sorted(int(match[1]) for match in matches if match)

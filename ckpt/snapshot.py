@@ -111,6 +111,7 @@ def take(
         try:
             sources = _sources(specs, values, plan)
             header = image.fill(layout, slot.buffer, sources, _threads(), where=str(slot.path))
+            slot.filled()
         except BaseException:
             slot.release()
             raise

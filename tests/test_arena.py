@@ -6,26 +6,20 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from arena_slots import OWNER, child, plan_of, put, steps
 
 from ckpt import image, owning
 from ckpt.arena import Arena, Slot
 from ckpt.errors import InUse, Misuse, StoreFailed
-from ckpt.image import Plan
 from ckpt.owning import default_directory, remove_stale, stale_arenas
-from ckpt.specs import ArraySpec, ShardSpec
 from ckpt.table import MAGIC
-
-OWNER = {"run": "runs/a"}
 
 
 @pytest.fixture
@@ -34,34 +28,6 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     yield arena
     arena.close(remove=True)
     assert not (tmp_path / "arena").exists()
-
-
-def plan_of(n: int, step: int) -> Plan:
-    return image.plan(
-        [ArraySpec("a", "int64", (n,), (n,))], [ShardSpec(0, (0,), (n,))], {"step": step}
-    )
-
-
-def put(arena: Arena, step: int, n: int = 100) -> Slot:
-    plan = plan_of(n, step)
-    slot = arena.claim(plan.size_bytes, timeout_s=0)
-    image.fill(plan, slot.buffer, [np.arange(n) * step])
-    return slot
-
-
-def steps(arena: Arena) -> dict[int, int]:
-    return {found.slot: found.header.meta["step"] for found in arena.valid_images()}
-
-
-def child(code: str, *arguments: Any) -> subprocess.Popen[str]:
-    """A Python process that runs `code`; its own session, so that nothing else is signalled."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 HOLD = """
@@ -82,12 +48,14 @@ def test_slots_are_private_page_aligned_and_reused(arena: Arena) -> None:
     assert {oct(p.stat().st_mode)[-3:] for p in arena.directory.iterdir()} == {"600"}
     assert slot.path.stat().st_blocks * 512 >= len(slot.buffer), "not preallocated"
     address, inode = first.__array_interface__["data"][0], slot.path.stat().st_ino
+    slot.filled()
     slot.release()
     seen = set()
     for n in (1, 500_000, 10_000) * 3:
         slot = arena.claim(n)
         at = np.frombuffer(slot.buffer, np.uint8).__array_interface__["data"][0]
         seen.add((slot.number, at, slot.path.stat().st_ino))
+        slot.filled()
         slot.release()
     assert (0, address, inode) in seen
     assert len(seen) == 2, "slots were mapped or made again"
@@ -287,6 +255,7 @@ import sys
 import numpy as np
 from ckpt import image
 from ckpt.arena import Arena
+from ckpt.slot_files import SlotFiles
 from ckpt.specs import ArraySpec, ShardSpec
 
 arena = Arena(sys.argv[1], owner={"run": "dies"})
@@ -309,6 +278,7 @@ for step in (1, 2, 3):
         source.stop = step == 3 and i == stop
     slot = arena.claim(plan.size_bytes)
     image.fill(plan, slot.buffer, sources)
+    slot.filled()
     slot.release()
 """
 
@@ -441,10 +411,16 @@ def test_stale_arenas_are_found_and_freed(tmp_path: Path) -> None:
     assert early.directory == tmp_path / "early-p0"
     assert (found.directory, found.owner["run"]) == (tmp_path / "y-p0", "dead")
     assert found.size_bytes >= plan_of(100, 2).size_bytes
-    assert [s.directory for s in remove_stale(tmp_path)] == [
-        tmp_path / "early-p0",
-        tmp_path / "y-p0",
-    ]
+    assert found.newest_ns == json.loads((tmp_path / "y-p0" / "lock").read_text())["since_ns"]
+    six_hours_ns = int(6 * 3600 * 1e9)
+
+    def removed(age_ns: int) -> list[Path]:
+        now_ns = found.newest_ns + age_ns
+        return [each.directory for each in remove_stale(tmp_path, now_ns=lambda: now_ns)]
+
+    assert removed(six_hours_ns) == [tmp_path / "early-p0"], "somebody may come back for the other"
+    assert remove_stale(tmp_path, keep=tmp_path / "y-p0", older_than_s=0) == []
+    assert removed(six_hours_ns + 1) == [tmp_path / "y-p0"]
     assert stale_arenas(tmp_path) == []
     assert [p.name for p in (tmp_path / "y-p0").iterdir()] == ["notes"]
     assert (foreign / "slot-0").exists()

@@ -15,6 +15,7 @@ import pytest
 from ckpt import snapshot
 from ckpt.arena import Arena
 from ckpt.errors import Misuse, StoreFailed
+from ckpt.slot_files import SlotFiles
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_closing_does_not_wait_for_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot may be large, and a machine slow to give memory."""
-    monkeypatch.setattr("ckpt.arena._STEP_BYTES", 1 << 20)
+    monkeypatch.setattr("ckpt.slot_files._STEP_BYTES", 1 << 20)
     real, calls = os.posix_fallocate, []
     entered, go_on = threading.Event(), threading.Event()
 
@@ -139,7 +140,7 @@ def test_no_room_to_warm_is_left_for_the_claim_to_tell(
     def full(*_: object) -> None:
         raise StoreFailed("planted")
 
-    monkeypatch.setattr(Arena, "_allocate", full)
+    monkeypatch.setattr(SlotFiles, "_allocate", full)
     arena.prepare(1 << 20)
     preparing = arena._preparing
     if preparing is not None:
@@ -155,6 +156,7 @@ def test_a_claim_waits_for_the_slot_in_turn_though_another_is_free(
     gate = Gate(monkeypatch)
     first = arena.claim(1 << 20)
     newest = first.number
+    first.filled()
     first.release()
     assert gate.entered.wait(60)
     found: list[int] = []
@@ -180,7 +182,7 @@ def test_no_memory_to_map_is_told_by_the_claim(
     def mapped(*_: object, **__: object) -> None:
         raise OSError(12, "planted")
 
-    monkeypatch.setattr("ckpt.arena.mmap.mmap", mapped)
+    monkeypatch.setattr("ckpt.slot_files.mmap.mmap", mapped)
     arena.prepare(1 << 20)
     preparing = arena._preparing
     if preparing is not None:
