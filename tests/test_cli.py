@@ -164,7 +164,7 @@ def test_log_draws_a_graph(run):
     text = "\n".join(lines)
     assert "reason: further back" in text
     assert "leaves out examples data 64:72 (8 in all)" in text
-    assert "6 saves: steps 5, 10, 15, 20, 25, 30, the last" in text
+    assert "6 saves: steps 5, 10, 15, 20, 25, 30\n" in text
 
 
 def test_log_survives_what_nothing_depends_on(run):

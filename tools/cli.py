@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from tools import commands, output, views
+from tools import commands, history, output, views
 from tools.failures import CODE_OF, EXIT_CODES, Group, Refusal, exit_with, told
 
 
@@ -103,7 +103,7 @@ def ls(
 ) -> None:
     """List the steps of a run: when saved, how large, in which state.
 
-    Reads markers and manifests only; exit code 1 when one of them is damaged.
+    Reads markers, manifests and logs only; exit code 1 when one of them is damaged.
 
     Example: [bold]ckpt ls runs/a --all[/]
     """
@@ -115,7 +115,7 @@ def ls(
 
 @app.command(epilog=_codes(0, 1, 2, 3, 4))
 def log(run: Run, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Show the attempts of a run, newest first, with where each went on from.
+    """Show the attempts of a run, newest first: where each went on from, its saves, its troubles.
 
     [bold]*[/] in the lineage, [bold]o[/] left behind, [bold]x[/] never began.
 
@@ -123,7 +123,7 @@ def log(run: Run, as_json: AsJson = False, debug: Debug = False) -> None:
     """
     with told(debug=debug, as_json=as_json):
         found = commands.log(run)
-        output.answer(found, views.log(found), as_json=as_json)
+        output.answer(found, history.log(found), as_json=as_json)
         _exit(damaged=any(row.damage for row in found.attempts))
 
 
@@ -179,6 +179,10 @@ def rewind(
     run: Run,
     to: Annotated[int, typer.Option("--to", min=0, help="The step to go back to.")],
     reason: Annotated[str, typer.Option(help="Why, for the log.")],
+    branch: Annotated[
+        int | None,
+        typer.Option(min=0, help="Branch of that step, if it was left: see `ckpt ls RUN --all`."),
+    ] = None,
     skip_steps: Annotated[
         str | None,
         typer.Option(metavar="A:B", help="Never again serve the batches that steps A to B-1 used."),
@@ -215,6 +219,7 @@ def rewind(
             run,
             to,
             reason=reason,
+            branch=branch,
             skip_steps=_range("--skip-steps", skip_steps),
             skip_batches=_range("--skip-batches", skip_batches),
             seen_by=seen_by,

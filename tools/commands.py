@@ -6,7 +6,6 @@ Free of jax and TensorStore, as is everything that these three need.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,10 @@ from ckpt import attempts, layout
 from ckpt.attempts import Listing
 from ckpt.errors import CheckpointError, Damaged, NotFound, Unsupported
 from ckpt.lineage import Remain, Skips, StepId, counts
+from ckpt.log import Log, joined, late_metrics
+from ckpt.log import read as read_log
 from ckpt.manifest import Manifest, read_manifest
+from ckpt.retention import Metrics
 from ckpt.store import Store
 from tools import foreign
 from tools.places import place_at, run_at
@@ -63,6 +65,7 @@ class StepRow:
     size_bytes: int | None = None
     """Of all files."""
     metrics: Mapping[str, float] | None = None
+    """With those that were added late."""
     note: str = ""
 
 
@@ -81,7 +84,7 @@ class RunListing:
 def ls(location: str, *, every_branch: bool = False) -> RunListing:
     """The steps of a run: its lineage, with what is damaged or unfinished anywhere in it.
 
-    Reads markers and manifests only.
+    Reads markers, manifests and logs only.
 
     Args:
         every_branch: also steps of branches that were left, and steps being deleted or moved away.
@@ -93,12 +96,13 @@ def ls(location: str, *, every_branch: bool = False) -> RunListing:
     listing = attempts.list_run(store)
     line = listing.lineage
     pins = {layout.parse_pin_name(entry.name) for entry in store.list(layout.PINS)}
+    late = late_metrics(store, listing)
     rows: list[StepRow] = []
     for step in listing.steps:
         state: State = "committed" if counts(line, step) else "abandoned"
         if state == "committed" or every_branch:
             pinned = (step.branch, step.step) in pins
-            rows += _step_row(store, step, state, pinned=pinned)
+            rows += _step_row(store, step, state, late.get(step), pinned=pinned)
     for name, reason in listing.damaged:
         branch, number = _parse_name(name)
         pinned = (branch, number) in pins
@@ -116,7 +120,9 @@ def ls(location: str, *, every_branch: bool = False) -> RunListing:
     return RunListing(store.location, head.attempt, head.branch, tuple(rows))
 
 
-def _step_row(store: Store, step: StepId, state: State, *, pinned: bool) -> Iterator[StepRow]:
+def _step_row(
+    store: Store, step: StepId, state: State, late: Metrics | None, *, pinned: bool
+) -> Iterator[StepRow]:
     """The row of a committed step; none when it was deleted meanwhile."""
     if not step.attempt:
         yield _orbax_row(store, step, state, pinned=pinned)
@@ -136,7 +142,7 @@ def _step_row(store: Store, step: StepId, state: State, *, pinned: bool) -> Iter
         pinned,
         manifest.time_ns,
         size_of(manifest),
-        manifest.metrics,
+        joined(manifest.metrics, late),
     )
 
 
@@ -198,9 +204,11 @@ class AttemptRow:
     steps: tuple[int, ...] = ()
     """Steps that it saved and that are still there, counting or not."""
     events: tuple[Mapping[str, Json], ...] = ()
-    """Lines of its log: saves with their figures, deletions."""
+    """Lines of its log: saves with their figures, deletions, degradations, late metrics."""
     damage: str = ""
     """Why its claim could not be read."""
+    unreadable_lines: int = 0
+    """Of its log: the last may be torn when the attempt died."""
 
 
 @dataclass(frozen=True)
@@ -241,10 +249,20 @@ def _attempt_row(store: Store, listing: Listing, number: int, *, in_lineage: boo
         kind, time_ns, host, pid = claim.kind, claim.time_ns, claim.host, claim.pid
     except (Damaged, NotFound, Unsupported) as error:
         damage = str(error)
-    events = tuple(_events(store, number))
+    told = _log_of(store, number)
+    events = tuple(event.to_json() for event in told.events)
     if decision is None:
         return AttemptRow(
-            number, kind, time_ns, host, pid, False, in_lineage, events=events, damage=damage
+            number,
+            kind,
+            time_ns,
+            host,
+            pid,
+            False,
+            in_lineage,
+            events=events,
+            damage=damage,
+            unreadable_lines=told.unreadable,
         )
     return AttemptRow(
         number,
@@ -262,22 +280,16 @@ def _attempt_row(store: Store, listing: Listing, number: int, *, in_lineage: boo
         tuple(step.step for step in listing.steps if step.attempt == number),
         events,
         damage,
+        told.unreadable,
     )
 
 
-def _events(store: Store, attempt: int) -> Iterator[dict[str, Json]]:
-    """The lines of a log that are whole; nothing depends on it, so nothing is an error."""
+def _log_of(store: Store, attempt: int) -> Log:
+    """What is readable of a log; an attempt is shown without it, too."""
     try:
-        text = store.read_log(layout.log_name(attempt))
+        return read_log(store, attempt)
     except CheckpointError:
-        return
-    for line in text.splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict):
-            yield event
+        return Log()
 
 
 def added(skips: Skips, before: Skips) -> dict[str, list[tuple[int, int]]]:

@@ -11,10 +11,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpt import dtypes, layout, orbax_files
+from ckpt import attempts, dtypes, layout, orbax_files
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Unsupported
 from ckpt.leaves import LeafSpec
 from ckpt.lineage import StepId
+from ckpt.log import joined, late_metrics
 from ckpt.reader import Reader
 from ckpt.steps import OpenStep, open_step, read_manifest
 from ckpt.store import Store, open_store
@@ -87,6 +88,7 @@ class Inspection:
     """The step that its attempt went on from."""
     time_ns: int | None = None
     metrics: Mapping[str, float] | None = None
+    """With those that were added late."""
     extra: Json = None
     data: tuple[DataState, ...] = ()
     environment: Mapping[str, Json] = field(default_factory=dict)
@@ -151,6 +153,7 @@ def _of_ours(store: Store, step: StepId) -> Inspection:
         leaves = _leaves_of(store, step)
         damage.append(str(error))
     rows = tuple(map(_row, leaves))
+    late = late_metrics(store, attempts.list_run(store)).get(step)
     return Inspection(
         f"{store.location}/{layout.step_name(step.branch, step.step)}",
         "lastgood",
@@ -161,7 +164,7 @@ def _of_ours(store: Store, step: StepId) -> Inspection:
         size_of(manifest),
         manifest.parent,
         manifest.time_ns,
-        manifest.metrics,
+        joined(manifest.metrics, late),
         manifest.extra,
         tuple(data_state(name, entry) for name, entry in sorted(manifest.data.items())),
         manifest.environment,

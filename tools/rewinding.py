@@ -11,14 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ckpt
-from ckpt import attempts
+from ckpt import attempts, layout
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
 from ckpt.lineage import (
     Decision,
+    Lineage,
     Skips,
     StepId,
+    choose,
+    counting,
+    counts,
     join_skips,
+    line_before,
+    lineage,
     next_number,
     owner,
     reach_of,
@@ -49,6 +55,8 @@ class RewindPlan:
     supersedes: str
     """The newest attempt of now."""
     reason: str
+    wanted_branch: int | None = None
+    """That of `to`, if one was asked for."""
     batches: tuple[int, int] | None = None
     """Half-open, counted from 0."""
     counted_from: StepId | None = None
@@ -77,6 +85,7 @@ def plan(
     to: int,
     *,
     reason: str,
+    branch: int | None = None,
     skip_steps: range | None = None,
     skip_batches: range | None = None,
     seen_by: int | None = None,
@@ -84,9 +93,11 @@ def plan(
     """What going back to step `to` will do. Changes nothing.
 
     Args:
+        branch: that of the step; by default the one on which it belongs to the lineage.
         skip_steps, skip_batches: half-open; step s used batch s - 1.
-        seen_by: the attempt whose steps or batches they are; needed only after a rewind that
-            saved nothing yet.
+        seen_by: the attempt whose steps or batches they are, on whatever branch it is; needed
+            only after a rewind that saved nothing yet. By default they are as the lineage of now
+            counted them.
 
     Raises:
         NotFound: no such run or step. Misuse: the range makes no sense here, or the data state
@@ -94,28 +105,32 @@ def plan(
     """
     store = run_at(location)
     listing = attempts.list_run(store)
-    chosen = Reader(store).find(to)
+    chosen = _chosen(store, listing, to, branch)
     _check_reason(reason)
     number = owner(listing.claims)
     head = listing.head
     found = RewindPlan(
         store.location,
         chosen,
-        tuple(step for step in listing.counting if step.step > to),
+        _left_behind(listing, chosen),
         next_number(listing.numbers),
         attempts.describe_claim(store, number) if number else "",
         reason,
+        branch,
         skips=head.skips if head is not None else {},
     )
     batches = _batches(skip_steps, skip_batches, to)
     if batches is None:
         return found
     new: Skips = {}
+    line = listing.lineage if seen_by is None else _line_of(listing, seen_by)
     # What was left out changes where an attempt took over: each counted its own share.
-    shares = [batches] if seen_by is not None else [s for _, s in served(listing.lineage, batches)]
-    for share in shares:
-        base, manifest = _base(store, listing, share)
-        seen = _seen_by(listing, base, manifest, share, seen_by)
+    for reach, share in served(line, batches):
+        base, manifest = _base(store, counting(line, listing.steps), share)
+        if seen_by is None:
+            seen = _seen_by(listing, base, manifest, share)
+        else:
+            seen = listing.decisions.get(reach.attempt)
         in_force = seen.skips if seen is not None else {}
         new = join_skips(new, examples(manifest, share, in_force, store.location))
         found = replace(
@@ -131,10 +146,34 @@ def plan(
     )
 
 
+def _chosen(store: Store, listing: Listing, to: int, branch: int | None) -> StepId:
+    """The step to go back to. Raises NotFound, Damaged."""
+    if branch is None:
+        return Reader(store).find(to)
+    for place, reason in listing.damaged:
+        if place == layout.step_name(branch, to):
+            raise Damaged(reason)
+    found = choose(listing.lineage, listing.steps, to, branch)
+    assert found is not None
+    return found
+
+
+def _left_behind(listing: Listing, chosen: StepId) -> tuple[StepId, ...]:
+    """The counting steps that will not count after a rewind."""
+    line = line_before(listing.decisions, chosen)
+    return tuple(step for step in listing.counting if not counts(line, step))
+
+
 def carry_out(planned: RewindPlan) -> Rewound:
     """Do it. Raises as `ckpt.rewind`: InUse when a trainer of this host is alive, Damaged, ..."""
     skips = planned.new_skips or None
-    to = ckpt.rewind(planned.location, planned.to.step, skips=skips, reason=planned.reason)
+    to = ckpt.rewind(
+        planned.location,
+        planned.to.step,
+        branch=planned.wanted_branch,
+        skips=skips,
+        reason=planned.reason,
+    )
     head = attempts.list_run(run_at(planned.location)).head
     assert head is not None
     return Rewound(planned, to, head.attempt, head.branch)
@@ -218,9 +257,9 @@ def _text(given: range) -> str:
     return f"{given.start}:{given.stop}"
 
 
-def _base(store: Store, listing: Listing, batches: range) -> tuple[StepId, Manifest]:
+def _base(store: Store, steps: Sequence[StepId], batches: range) -> tuple[StepId, Manifest]:
     """The newest step at or before the batches that says where the data stood."""
-    for step in reversed(listing.counting):
+    for step in reversed(steps):
         if step.step > batches.start or not step.attempt:
             continue
         try:
@@ -235,18 +274,19 @@ def _base(store: Store, listing: Listing, batches: range) -> tuple[StepId, Manif
     )
 
 
-def _seen_by(
-    listing: Listing, base: StepId, manifest: Manifest, batches: range, wanted: int | None
-) -> Decision | None:
+def _line_of(listing: Listing, attempt: int) -> Lineage:
+    """The lineage as an attempt saw it that may have been left since."""
+    if attempt not in listing.decisions:
+        known = ", ".join(map(str, sorted(listing.decisions)))
+        raise Misuse(f"--seen-by {attempt}: wanted one of the attempts {known}")
+    return lineage(listing.decisions, listing.decisions[attempt])
+
+
+def _seen_by(listing: Listing, base: StepId, manifest: Manifest, batches: range) -> Decision | None:
     """The attempt whose batches are meant: what it left out was not counted.
 
     None: what the state of `base` leaves out is all.
     """
-    if wanted is not None:
-        if wanted not in listing.decisions:
-            known = ", ".join(map(str, sorted(listing.decisions)))
-            raise Misuse(f"--seen-by {wanted}: wanted one of the attempts {known}")
-        return listing.decisions[wanted]
     step = batches.start + 1
     reach = reach_of(listing.lineage, step)
     decision = listing.decisions.get(reach.attempt)

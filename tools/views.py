@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ckpt.lineage import Skips
 from ckpt.wording import counted
-from tools.commands import AttemptRow, Check, RunListing, RunLog, StepRow
+from tools.commands import Check, RunListing, StepRow
 
 if TYPE_CHECKING:
     from tools.inspection import DataState, Inspection, LeafRow
@@ -37,7 +37,7 @@ _STYLES = {
 def versions(found: Mapping[str, str | None]) -> View:
     """A line for each."""
     for name, version in found.items():
-        yield _text(f"{name} {version or '(not installed)'}")
+        yield styled(f"{name} {version or '(not installed)'}")
 
 
 def ls(found: RunListing) -> View:
@@ -47,9 +47,9 @@ def ls(found: RunListing) -> View:
         head = "written by Orbax" if foreign else "no attempt has begun to train"
     else:
         head = f"branch {found.branch}, attempt {found.attempt}"
-    yield _text(f"{found.location}  ({head})")
+    yield styled(f"{found.location}  ({head})")
     if not found.steps:
-        yield _text("no steps")
+        yield styled("no steps")
         return
     headings = (">step", ">branch", ">attempt", "saved", ">size", "metrics", "state", "")
     rows = [(list(_cells(row)), _STYLES[row.state]) for row in found.steps]
@@ -67,104 +67,20 @@ def _cells(row: StepRow) -> Iterator[str]:
     yield row.note
 
 
-# --- log ---------------------------------------------------------------------------------------
-
-
-def log(found: RunLog) -> View:
-    """Attempts as a graph, newest first: each hangs on the attempt that saved its parent step."""
-    yield _text(found.location)
-    if not found.attempts:
-        yield _text("no attempts")
-    columns: list[int | None] = []  # of open lines: the attempt that each leads down to
-    for row in found.attempts:
-        own = [place for place, attempt in enumerate(columns) if attempt == row.attempt]
-        if not own:
-            own = [len(columns)]
-            columns.append(row.attempt)
-        for extra in own[1:]:
-            columns[extra] = None
-        mark = "*" if row.in_lineage else "o" if row.decided else "x"
-        first = "".join(
-            mark if place == own[0] else "/" if place in own else "|" if attempt else " "
-            for place, attempt in enumerate(columns)
-        )
-        parent = row.parent.attempt if row.parent is not None else None
-        columns[own[0]] = parent if parent else None
-        while columns and columns[-1] is None:
-            columns.pop()
-        below = "".join("|" if attempt else " " for attempt in columns)
-        width = max(len(first), len(below)) + 1
-        title, *details = _attempt(row)
-        line = Text(first.ljust(width))
-        yield line.append(_text(title, "bold" if row.in_lineage else ""))
-        for detail in details:
-            yield Text(below.ljust(width)).append(_text(f"  {detail}"))
-        yield Text(below)
-
-
-def _attempt(row: AttemptRow) -> Iterator[str]:
-    who = f"{row.host}, pid {row.pid}" if row.host is not None else "by whom is not known"
-    yield f"{row.attempt}  {row.kind}  {moment(row.time_ns)}  {who}"
-    if row.damage:
-        yield f"damaged: {row.damage}"
-    if not row.decided:
-        yield "has not decided from which step it goes on: it died before, or is just starting"
-        return
-    origin = "from nothing" if row.parent is None else f"from {row.parent}"
-    yield f"branch {row.branch}, {origin}" + ("" if row.in_lineage else "; not in the lineage")
-    if row.reason:
-        yield f"reason: {row.reason}"
-    if row.new_skips:
-        yield f"leaves out examples {ranges(row.new_skips)}"
-    yield from _saves(row)
-
-
-def _saves(row: AttemptRow) -> Iterator[str]:
-    saves = [event for event in row.events if event.get("event") == "save"]
-    if saves:
-        last = saves[-1]
-        told = [f"{counted(len(saves), 'save')}: {_steps([event.get('step') for event in saves])}"]
-        if _is_number(last.get("bytes")):
-            told.append(f"the last {size(last['bytes'])}")
-        for name in ("blocking_s", "durable_s"):
-            if _is_number(last.get(name)):
-                told.append(f"{name.removesuffix('_s')} {last[name]:.3g} s")
-        yield ", ".join(told)
-    elif row.steps:
-        yield _steps(row.steps)
-    deleted = [event.get("step") for event in row.events if event.get("event") == "delete"]
-    if deleted:
-        yield f"deleted {counted(len(deleted), 'step')}: {_runs(deleted)}"
-    for event in row.events:
-        if event.get("event") not in ("save", "delete"):
-            yield json.dumps(event, sort_keys=True)
-
-
-def _steps(steps: Sequence[Any]) -> str:
-    """`step 5`, `steps 5, 10`."""
-    return f"{'step' if len(steps) == 1 else 'steps'} {_runs(steps)}"
-
-
-def _runs(steps: Sequence[Any]) -> str:
-    """Steps as text, the middle of a long list left out."""
-    shown = [str(step) for step in steps]
-    return ", ".join(shown if len(shown) <= 6 else [*shown[:2], "...", *shown[-3:]])
-
-
 # --- inspect -----------------------------------------------------------------------------------
 
 
 def inspect(found: Inspection) -> View:
     """Where it comes from, then the tree, then totals and the rest."""
-    yield _text(found.location)
+    yield styled(found.location)
     what = str(found.id) if found.id is not None else "a step"
     written = " of Orbax" if found.format == "orbax" else ""
     parent = f", went on from {found.parent}" if found.parent is not None else ""
-    yield _text(f"{what}{written}, saved {moment(found.time_ns) or '?'}{parent}")
+    yield styled(f"{what}{written}, saved {moment(found.time_ns) or '?'}{parent}")
     for damage in found.damage:
-        yield _text(f"damaged: {damage}", "bold red")
+        yield styled(f"damaged: {damage}", "bold red")
     if found.metrics:
-        yield _text(f"metrics: {figures(found.metrics)}")
+        yield styled(f"metrics: {figures(found.metrics)}")
     yield Text("")
     yield from _tree(found.leaves, "." if found.format == "orbax" else "/")
     yield Text("")
@@ -176,17 +92,17 @@ def inspect(found: Inspection) -> View:
     packed = ""
     if found.compression is not None and found.payload_bytes is not None:
         packed = f", its values compressed ({found.compression}) from {size(found.payload_bytes)}"
-    yield _text(f"{shown}{leaves}; the step occupies {size(found.size_bytes)}{packed}")
+    yield styled(f"{shown}{leaves}; the step occupies {size(found.size_bytes)}{packed}")
     hidden = [leaf.name for leaf in found.leaves if leaf.hidden_from_orbax]
     if hidden:
-        yield _text(f"hidden from Orbax: {', '.join(hidden)}")
+        yield styled(f"hidden from Orbax: {', '.join(hidden)}")
     for state in found.data:
-        yield _text(f"data {state.name!r}: {_position(state)}")
+        yield styled(f"data {state.name!r}: {_position(state)}")
     if found.extra is not None:
-        yield _text(f"extra: {json.dumps(found.extra, indent=2)}")
+        yield styled(f"extra: {json.dumps(found.extra, indent=2)}")
     if found.environment:
         told = (f"{name} {value!r}" for name, value in sorted(found.environment.items()))
-        yield _text(f"environment: {', '.join(told)}")
+        yield styled(f"environment: {', '.join(told)}")
 
 
 def _tree(leaves: Sequence[LeafRow], separator: str) -> View:
@@ -211,7 +127,7 @@ def _tree(leaves: Sequence[LeafRow], separator: str) -> View:
         for name, kind, nbytes in lines
     )
     if text:
-        yield _text(text)
+        yield styled(text)
 
 
 def _type(leaf: LeafRow) -> str:
@@ -244,55 +160,55 @@ def verify(found: Check) -> View:
     """All damage, then one line that says what was looked at."""
     damage = [*found.records, *(each for step in found.steps for each in step.damage)]
     for each in damage:
-        yield _text(str(each), "bold red")
+        yield styled(str(each), "bold red")
     for name in found.unfinished:
-        yield _text(f"{name}: unfinished; the next attempt publishes or removes it", "yellow")
+        yield styled(f"{name}: unfinished; the next attempt publishes or removes it", "yellow")
     if found.unverifiable:
-        steps = _steps(found.unverifiable)
-        yield _text(f"not looked at: {steps} of Orbax, which stores no digests", "yellow")
+        steps = step_list(found.unverifiable)
+        yield styled(f"not looked at: {steps} of Orbax, which stores no digests", "yellow")
     broken = sum(not step.intact for step in found.steps)
     depth = "small files and headers" if found.shallow else size(found.bytes_read)
     if not found.shallow and found.seconds > 0:
         depth += f" at {size(round(found.bytes_read / found.seconds))}/s"
     looked_at = f"{counted(len(found.steps), 'step')}, {depth}, {found.seconds:.1f} s"
     if found.intact:
-        yield _text(f"{found.location}: intact ({looked_at})", "green")
+        yield styled(f"{found.location}: intact ({looked_at})", "green")
     elif not broken:
-        yield _text(f"{found.location}: damaged ({looked_at})", "bold red")
+        yield styled(f"{found.location}: damaged ({looked_at})", "bold red")
     else:
         told = f"{counted(broken, 'step')} damaged ({looked_at})"
-        yield _text(f"{found.location}: {told}", "bold red")
+        yield styled(f"{found.location}: {told}", "bold red")
 
 
 def rewind_plan(planned: RewindPlan) -> View:
     """What is going to happen."""
-    yield _text(planned.location)
-    yield _text(f"go back to     {planned.to}", "bold")
+    yield styled(planned.location)
+    yield styled(f"go back to     {planned.to}", "bold")
     steps = [str(step.step) for step in planned.left_behind]
     stays = " (it stays on disk)" if len(steps) == 1 else " (they stay on disk)"
-    behind = f"{counted(len(steps), 'step')}: {_runs(steps)}{stays}" if steps else "no steps"
-    yield _text(f"leave behind   {behind}")
-    yield _text(f"on a branch    {planned.attempt}, by attempt {planned.attempt}")
-    yield _text(f"after          {planned.supersedes or 'steps of Orbax only'}")
-    yield _text(f"reason         {planned.reason}")
+    behind = f"{counted(len(steps), 'step')}: {shortened(steps)}{stays}" if steps else "no steps"
+    yield styled(f"leave behind   {behind}")
+    yield styled(f"on a branch    {planned.attempt}, by attempt {planned.attempt}")
+    yield styled(f"after          {planned.supersedes or 'steps of Orbax only'}")
+    yield styled(f"reason         {planned.reason}")
     if planned.batches is not None:
         first, stop = planned.batches
-        yield _text(
+        yield styled(
             f"leave out      batches {first}:{stop}, which steps {first + 1}:{stop + 1} used"
         )
-        yield _text(f"               examples {ranges(planned.new_skips)}")
+        yield styled(f"               examples {ranges(planned.new_skips)}")
         origin = f"counted from {planned.counted_from} as attempt {planned.as_seen_by} saw them"
-        yield _text(f"               {origin}")
+        yield styled(f"               {origin}")
     if planned.skips and planned.skips != planned.new_skips:
-        yield _text(f"left out then  examples {ranges(planned.skips)}")
+        yield styled(f"left out then  examples {ranges(planned.skips)}")
 
 
 def rewound(done: Rewound) -> View:
     """What has happened."""
     if done.to != done.plan.to:
-        yield _text(f"{done.plan.to} is damaged: an older one was taken", "bold red")
+        yield styled(f"{done.plan.to} is damaged: an older one was taken", "bold red")
     told = f"attempt {done.attempt} went back to {done.to}; the next resume goes on from it"
-    yield _text(f"{told}, on branch {done.branch}", "green")
+    yield styled(f"{told}, on branch {done.branch}", "green")
 
 
 # --- words -------------------------------------------------------------------------------------
@@ -322,7 +238,18 @@ def _table(headings: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -
         yield Text("\n".join(line(cells) for cells, _ in group), style)
 
 
-def _text(text: str, style: str = "") -> Text:
+def step_list(steps: Sequence[Any]) -> str:
+    """`step 5`, `steps 5, 10`."""
+    return f"{'step' if len(steps) == 1 else 'steps'} {shortened(steps)}"
+
+
+def shortened(steps: Sequence[Any]) -> str:
+    """Steps as text, the middle of a long list left out."""
+    shown = [str(step) for step in steps]
+    return ", ".join(shown if len(shown) <= 6 else [*shown[:2], "...", *shown[-3:]])
+
+
+def styled(text: str, style: str = "") -> Text:
     return Text(printable(text), style)
 
 
@@ -360,7 +287,7 @@ def figures(metrics: Mapping[str, float] | None) -> str:
     if not isinstance(metrics, Mapping):
         return ""
     return " ".join(
-        f"{name}={value:.6g}" if _is_number(value) else f"{name}={value}"
+        f"{name}={value:.6g}" if is_number(value) else f"{name}={value}"
         for name, value in sorted(metrics.items())
     )
 
@@ -372,8 +299,8 @@ def ranges(skips: Skips) -> str:
 
 def _range(name: str, pairs: Sequence[tuple[int, int]]) -> str:
     total = sum(stop - start for start, stop in pairs)
-    return f"{name} {_runs([f'{start}:{stop}' for start, stop in pairs])} ({total:,} in all)"
+    return f"{name} {shortened([f'{start}:{stop}' for start, stop in pairs])} ({total:,} in all)"
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
