@@ -1,0 +1,467 @@
+"""The writer as its trainer sees it: a process that is started, told, heard, and started again.
+
+::
+
+    tell ──> outbox ──> thread "ckpt-tell" ──socket──> python -m ckpt.writer_process
+    reports <────────── thread "ckpt-companion" <──────┘   one at a time, started by this thread
+
+Nobody who tells something waits for the writer: it may be starting, stopped, or dead. What it has
+not ended when it dies is told again to the next one. A child forked by the trainer has no part in
+it; its copies of the sockets are closed, or the writer would not notice the death of the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, final
+
+from ckpt import messages
+from ckpt.errors import Damaged, StoreFailed
+from ckpt.lines import Lines
+from ckpt.messages import (
+    Close,
+    Done,
+    Failed,
+    Job,
+    Message,
+    Ready,
+    Released,
+    Report,
+    Settled,
+    Setup,
+    Tell,
+    ToWriter,
+)
+from ckpt.unfinished import Unfinished
+from ckpt.writer_process import GRACE_OVER, NO_MESSAGE, OTHER_RELEASE
+
+_MODULE = "ckpt.writer_process"
+_ATTEMPTS = 3
+"""So many writers in a row may die without having ended anything."""
+_PAUSE_S = 0.2
+_LEAVE_S = 10.0
+"""A writer that has reported everything, and was told to close, may take so long to go."""
+_POLL_S = 0.25
+_READ_BYTES = 1 << 18
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that must not end a writer before it can heed them."""
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class _Link:
+    """The socket to a writer that was just started."""
+
+    socket: socket.socket
+
+
+@dataclass(frozen=True)
+class _Death:
+    how: str
+    progressed: bool = False
+    """It has ended something that it was told."""
+    is_clean: bool = False
+    is_final: bool = False
+    """No other one would do better."""
+
+
+_Item = ToWriter | _Link | Callable[[], None] | None
+
+
+@final
+class Companion:
+    """A writer in a process of its own.
+
+    Args:
+        tell: called with every report, one after the other, in a thread.
+        module: what is run; it gets the numbers of two sockets as arguments.
+
+    Raises:
+        StoreFailed: this process may not have more files or threads.
+    """
+
+    def __init__(self, setup: Setup, tell: Tell, *, module: str = _MODULE) -> None:
+        self._setup = _absolute(setup)
+        self._deliver = tell
+        self._module = module
+        self._home = os.getpid()
+        # A SimpleQueue: `leave` may come in the middle of a `put`, from the garbage collector.
+        self._outbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._unfinished = Unfinished()
+        self._wanted = threading.Event()
+        """There is something to do for a new writer, after all."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self._last: Callable[[], None] | None = None
+        self._sockets: set[socket.socket] = set()
+        try:
+            self._wake, self._wake_end = self._socketpair()
+            self._wake.setblocking(False)
+            self._thread = threading.Thread(target=self._run, name="ckpt-companion", daemon=True)
+            self._sender = threading.Thread(target=self._send_all, name="ckpt-tell", daemon=True)
+            self._sender.start()
+            self._thread.start()
+        except (OSError, RuntimeError) as error:
+            self._outbox.put(None)
+            self._close_sockets()
+            raise StoreFailed(f"cannot have a writer: {error}; {_CURE}") from error
+        _live.add(self)
+
+    def tell(self, message: ToWriter) -> None:
+        """Tell the writer something; never waits."""
+        if self._is_here():
+            self._outbox.put(message)
+
+    def close(self) -> None:
+        """Finish everything, end the writer, and wait for that."""
+        if self._is_here():
+            self._outbox.put(Close())
+            self._thread.join()
+
+    def leave(self, last: Callable[[], None]) -> threading.Thread:
+        """As `close`, without waiting: the thread, which calls `last` when it is done."""
+        if self._is_here():
+            self._outbox.put(last)
+        return self._thread
+
+    @property
+    def is_alive(self) -> bool:
+        """Is there somebody to tell? Not after `close`, and not in a forked child."""
+        return self._is_here() and self._thread.is_alive()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before the first one was started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def restarts(self) -> int:
+        """How many writers died and had a successor."""
+        return max(0, self._starts - 1)
+
+    @property
+    def wake_fd(self) -> int:
+        """Where a handler of signals writes their numbers: `ckpt.signals.install` takes it."""
+        return self._wake.fileno()
+
+    def _is_here(self) -> bool:
+        return os.getpid() == self._home
+
+    # --- one thread: the life of the process, and its reports ---------------------------------
+
+    def _run(self) -> None:
+        # The writer is born with these held back, too, and heeds them once it can.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        deaths = 0
+        try:
+            while (death := self._one_life()) is not None:
+                deaths = 1 if death.progressed else deaths + 1
+                given_up = death.is_final or deaths >= _ATTEMPTS
+                with self._lock:
+                    reports = self._unfinished.at_death()
+                    if given_up:
+                        self._wanted.clear()
+                    is_over = self._unfinished.closing and not self._unfinished.jobs
+                if not (is_over and death.is_clean):
+                    self._lament(death, given_up=given_up)
+                self._deliver_all(reports)
+                if given_up:
+                    with self._lock:
+                        reports = self._unfinished.failed(_given_up(death))
+                    self._deliver_all(reports)
+                with self._lock:
+                    is_over = self._unfinished.closing and not self._unfinished.jobs
+                if is_over:
+                    break
+                if given_up:
+                    self._wanted.wait()
+                    deaths = 0
+                    with self._lock:
+                        if self._unfinished.closing and not self._unfinished.jobs:
+                            break
+                elif deaths > 1:
+                    time.sleep(_PAUSE_S * (deaths - 1))
+        finally:
+            self._outbox.put(None)
+            self._sender.join()
+            self._close_sockets()
+            if self._last is not None:
+                self._last()
+
+    def _one_life(self) -> _Death:
+        """Start a writer and hear it until it is dead."""
+        try:
+            process, link = self._start()
+        except OSError as error:
+            return _Death(f"it cannot be started: {error}")
+        self._outbox.put(_Link(link))
+        progressed, fault = False, None
+        try:
+            for report in _reports(link):
+                with self._lock:
+                    self._unfinished.heard(report)
+                progressed |= isinstance(report, Done | Failed | Released | Settled)
+                self._deliver_all([report])
+        except Damaged as error:
+            fault = error
+            process.kill()
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)  # whoever is sending stops
+        how = _collect(process)
+        if fault is not None:
+            return _Death(f"it sent what is no message: {fault}", is_final=True)
+        code = process.returncode
+        return _Death(how, progressed, is_clean=code == 0, is_final=code == OTHER_RELEASE)
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        if not sys.executable:
+            raise FileNotFoundError("sys.executable does not say where Python is")
+        link, end = self._socketpair()
+        try:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    self._module,
+                    str(end.fileno()),
+                    str(self._wake_end.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(end.fileno(), self._wake_end.fileno()),
+                start_new_session=True,
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths())},
+            )
+        except Exception as error:  # subprocess raises more than OSError
+            self._close(link)
+            raise OSError(str(error)) from error
+        finally:
+            self._close(end)
+        with self._lock:
+            self._process = process
+        self._starts += 1
+        return process, link
+
+    def _lament(self, death: _Death, *, given_up: bool) -> None:
+        with self._lock:
+            jobs, closing = self._unfinished.jobs, self._unfinished.closing
+        then = "they fail" if given_up else "" if closing and not jobs else "another one goes on"
+        _log.warning(
+            "the writer (pid %s) has ended: %s; saves that it has not ended: %d %s",
+            self.pid,
+            death.how,
+            jobs,
+            then and f"({then})",
+        )
+
+    def _deliver_all(self, reports: list[Report]) -> None:
+        for report in reports:
+            try:
+                self._deliver(report)
+            except Exception:  # the reports behind this one are waited for
+                _log.exception("a report of the writer was not taken: %s", report)
+
+    # --- another thread: what the writer is told ------------------------------------------------
+
+    def _send_all(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        link: socket.socket | None = None
+        idle_since: float | None = None
+        while True:
+            try:
+                item = self._outbox.get(timeout=_POLL_S if self._unfinished.closing else None)
+            except queue.Empty:
+                idle_since = self._see_it_off(idle_since)
+                continue
+            if item is None:
+                break
+            if isinstance(item, _Link):
+                if link is not None:
+                    self._close(link)
+                link = item.socket
+                with self._lock:
+                    again = self._unfinished.again()
+                for message in (self._setup, *again):
+                    self._send(link, message)
+                continue
+            if not isinstance(item, ToWriter):
+                self._last = item
+                item = Close()
+            with self._lock:
+                self._unfinished.told(item)
+                if isinstance(item, Job | Close):
+                    self._wanted.set()
+            self._send(link, item)
+        if link is not None:
+            self._close(link)
+
+    def _send(self, link: socket.socket | None, message: ToWriter) -> None:
+        if link is not None:
+            with contextlib.suppress(OSError):  # it has died: the next one is told again
+                link.sendall(messages.emit(message))
+                return
+        with self._lock:
+            self._unfinished.unsent(message)
+
+    def _see_it_off(self, idle_since: float | None) -> float | None:
+        """Since when it has had nothing left to do but to go; ends one that does not."""
+        with self._lock:
+            is_idle = not self._unfinished.jobs
+        now = time.monotonic()
+        if not is_idle or idle_since is None:
+            return now if is_idle else None
+        if now - idle_since > _LEAVE_S and self._process is not None:
+            self._process.kill()
+        return idle_since
+
+    # --- sockets, which a forked child must not keep --------------------------------------------
+
+    def _socketpair(self) -> tuple[socket.socket, socket.socket]:
+        with _forking:
+            pair = socket.socketpair()
+            self._sockets.update(pair)
+        return pair
+
+    def _close(self, each: socket.socket) -> None:
+        with _forking:
+            self._sockets.discard(each)
+            each.close()
+
+    def _close_sockets(self) -> None:
+        for each in list(self._sockets):
+            self._close(each)
+
+    def _forget(self) -> None:
+        """In a forked child: nothing of this is ours."""
+        for each in self._sockets:
+            each.close()
+        if self._process is not None:
+            self._process.returncode = 0  # not our child: nothing to wait for
+        self._outbox = queue.SimpleQueue()
+
+
+def _reports(link: socket.socket) -> Iterator[Report]:
+    """What the writer reports until it is dead. Raises Damaged."""
+    lines = Lines()
+    is_first = True
+    while True:
+        try:
+            data = link.recv(_READ_BYTES)
+        except OSError:
+            return
+        if not data:
+            return
+        for line in lines.feed(data):
+            report: Message = messages.parse(line)
+            if not isinstance(report, Report) or is_first != isinstance(report, Ready):
+                raise Damaged(f"wanted a report, the first one Ready, found {report}")
+            is_first = False
+            yield report
+
+
+def _collect(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a process that has closed its socket; how it has ended."""
+    try:
+        code = process.wait(_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            hint = " (by hand, or for want of memory)" if -code == signal.SIGKILL else ""
+            return f"killed by {name}{hint}"
+        return f"killed by signal {-code}"
+    return f"exit status {code}{_REASONS.get(code, '')}"
+
+
+_REASONS = {
+    OTHER_RELEASE: ": it is of another release; was the package replaced while this program ran? "
+    "start the program anew",
+    NO_MESSAGE: ": it was sent what is no message",
+    GRACE_OVER: ": it took this program for dead",
+}
+_CURE = (
+    "standard error may tell more; with writer='thread' the saves go on without a process of "
+    "their own"
+)
+
+
+def _given_up(death: _Death) -> StoreFailed:
+    return StoreFailed(f"the writer does not work: {death.how}; {_CURE}")
+
+
+class _Located(Protocol):
+    @property
+    def location(self) -> str | os.PathLike[str]: ...
+
+
+def _absolute(setup: Setup) -> Setup:
+    """The writer has a working directory of its own."""
+    tiers = {
+        name: replace(tier, location=_absolute_location(tier)) for name, tier in setup.tiers.items()
+    }
+    return replace(setup, tiers=tiers, arena=os.path.abspath(setup.arena))
+
+
+def _absolute_location(tier: _Located) -> str:
+    text = os.fspath(tier.location)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    elif "://" in text:
+        return text
+    else:
+        text = os.path.expanduser(text)
+    return os.path.abspath(text)
+
+
+def _paths() -> list[str]:
+    """Where the writer finds modules: as this program does, but its own first, and those of Python
+    before any that lie beside the user's script and have the same names."""
+    standard = os.path.dirname(os.__file__)
+    absolute = [path for path in sys.path if os.path.isabs(path)]
+    of_python = [p for p in absolute if p in (standard, os.path.join(standard, "lib-dynload"))]
+    others = [path for path in absolute if path not in of_python]
+    package = str(Path(__file__).resolve().parent.parent)
+    if package not in others:
+        others.insert(0, package)
+    return [*of_python, *others]
+
+
+# --- a fork of the trainer -------------------------------------------------------------------
+
+_live: weakref.WeakSet[Companion] = weakref.WeakSet()
+_forking = threading.RLock()
+"""No fork between the making of sockets and the note that they are there."""
+
+
+def _after_fork_in_child() -> None:
+    global _forking
+    _forking = threading.RLock()
+    for companion in list(_live):
+        companion._forget()
+    _live.clear()
+
+
+os.register_at_fork(
+    before=lambda: _forking.acquire() and None,
+    after_in_parent=lambda: _forking.release(),
+    after_in_child=_after_fork_in_child,
+)

@@ -1,0 +1,132 @@
+"""What a writer was told and has not ended yet, so that another one can go on with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import final
+
+from ckpt.errors import CheckpointError
+from ckpt.lineage import StepId
+from ckpt.messages import (
+    Abandon,
+    Begin,
+    Close,
+    Done,
+    Failed,
+    Flush,
+    Job,
+    Note,
+    Released,
+    Report,
+    Settle,
+    Settled,
+    ToWriter,
+    Trouble,
+)
+
+_NOTES = 1000
+"""So many lines for the log are kept while there is no writer."""
+
+
+@final
+class Unfinished:
+    """A pure ledger of messages and reports."""
+
+    def __init__(self) -> None:
+        self.closing = False
+        self._begin: Begin | None = None
+        self._jobs: list[Job] = []
+        """With the tiers that have not ended, and without a slot once it was released."""
+        self._abandons: dict[StepId, Abandon] = {}
+        self._notes: deque[Note] = deque(maxlen=_NOTES)
+        self._settles = 0
+        self._has_to_flush = False
+        self._troubles: set[str] = set()
+
+    @property
+    def jobs(self) -> int:
+        """How many have not ended."""
+        return len(self._jobs)
+
+    def told(self, message: ToWriter) -> None:
+        """The writer is about to be told this."""
+        match message:
+            case Begin():
+                self._begin = message
+                self._abandons.clear()
+                self._has_to_flush = False
+            case Job():
+                self._jobs.append(message)
+            case Abandon():
+                self._abandons[message.id] = message
+            case Settle():
+                self._settles += 1
+            case Flush():
+                self._has_to_flush = True
+            case Close():
+                self.closing = True
+
+    def unsent(self, message: ToWriter) -> None:
+        """There was no writer for it, after all."""
+        if isinstance(message, Note):
+            self._notes.append(message)
+
+    def heard(self, report: Report) -> None:
+        """The writer has reported this."""
+        match report:
+            case Done() | Failed(id=StepId()):
+                self._jobs = [
+                    replace(job, tiers=tuple(t for t in job.tiers if t != report.tier))
+                    if job.id == report.id
+                    else job
+                    for job in self._jobs
+                ]
+            case Released():
+                self._jobs = [
+                    replace(job, slot=None)
+                    if (job.id, job.slot) == (report.id, report.slot)
+                    else job
+                    for job in self._jobs
+                ]
+            case Trouble():
+                (self._troubles.add if report.text else self._troubles.discard)(report.tier)
+            case Settled():
+                self._settles = max(0, self._settles - 1)
+        ended = {job.id for job in self._jobs if not job.tiers and job.slot is None}
+        self._jobs = [job for job in self._jobs if job.tiers or job.slot is not None]
+        for id in ended - {job.id for job in self._jobs}:
+            self._abandons.pop(id, None)
+
+    def at_death(self) -> list[Report]:
+        """What the writer would have reported next, had it lived."""
+        reports: list[Report] = [Trouble(tier, "") for tier in sorted(self._troubles)]
+        return reports + [
+            Released(job.id, job.slot)
+            for job in self._jobs
+            if job.slot is not None and not job.tiers
+        ]
+
+    def again(self) -> list[ToWriter]:
+        """For a new writer, after its setup: all that the one before it has not ended."""
+        messages: list[ToWriter] = [] if self._begin is None else [self._begin]
+        messages += [*self._jobs, *self._abandons.values(), *self._notes]
+        self._notes.clear()
+        messages += [Settle()] * self._settles
+        if self._has_to_flush:
+            messages.append(Flush())
+        if self.closing:
+            messages.append(Close())
+        return messages
+
+    def failed(self, error: CheckpointError) -> list[Report]:
+        """There is no writer: how everything ends. Nothing is left then."""
+        reports: list[Report] = []
+        for job in self._jobs:
+            reports += [Failed(job.id, tier, error) for tier in job.tiers]
+            if job.slot is not None:
+                reports.append(Released(job.id, job.slot))
+        reports += [Settled()] * self._settles
+        self._jobs, self._settles = [], 0
+        self._abandons.clear()
+        return reports
