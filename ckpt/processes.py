@@ -385,6 +385,13 @@ def preempted() -> bool:
     return service is not None and service.reached_sync_point(next(_updates))
 
 
+def has_preemption_service() -> bool:
+    """Is there a service of JAX that `preempted` can ask?"""
+    from jax._src import distributed
+
+    return distributed.global_state.preemption_sync_manager is not None
+
+
 def here() -> tuple[int, int]:
     """Index of this process, and how many there are."""
     import jax

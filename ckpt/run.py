@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import FrameType, TracebackType
+from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckpt import leaves, states, tree
+from ckpt import leaves, spike, states, tree
 from ckpt.arguments import must_be, whole_number
-from ckpt.errors import Misuse
+from ckpt.averages import Averages
+from ckpt.errors import Misuse, PeerFailed
 from ckpt.loading import DEFAULT, Loading
-from ckpt.processes import here, preempted
+from ckpt.preemption import Preemption
+from ckpt.processes import TIMEOUT_S, Alone, Processes
 from ckpt.spike import GuardState, Rewind, SpikeGuard
+from ckpt.step_times import Inflation, Stopwatch
+from ckpt.tiers import Tiers
 
 if TYPE_CHECKING:
     from ckpt.manager import CheckpointManager, Pending, Restored
@@ -48,23 +51,27 @@ class Run:
     is one iterator with `get_state` and `set_state`.
 
     With a `guard`, the value named `metric` is watched; a spike rewinds the run inside `update`.
-    It must be the same on all processes. Each value is read `guard.lag` updates late, and at once
-    where a step is saved, so that a step never holds a state whose loss was not looked at. A fresh
-    run with a guard saves step 0. Where no step is left that is `guard.margin` before the spike, as
-    early in a run, the oldest one before it is gone back to, and the reason says so. Entering
-    refuses a guard that the tier's `Keep` can never serve, and `data` that cannot skip.
+    It must be the same on all processes; where each sees only that of its own data, say
+    `metric_is_local`, and the mean over them is watched, and saved. Each value is read `guard.lag`
+    updates late, and at once where a step is saved, so that a step never holds a state whose loss
+    was not looked at. A fresh run with a guard saves step 0. Where no step is left that is
+    `guard.margin` before the spike, as early in a run, the oldest one before it is gone back to,
+    and the reason says so. Entering refuses a guard that no tier's `Keep` can ever serve, and
+    `data` that cannot skip.
 
     `loading` is for every restore. With its `donate` the arrays of `state` are gone after one, and
     after a rewind those that `update` was given, so that the peak is one state and not two.
 
     On SIGTERM (main thread only; earlier handlers are called too, and put back at the end) the
-    current step is saved at the next update, the loop ends and `preempted` is true; among several
-    processes at the same update in all, if JAX has its own handler in place. Leaving the
+    current step is saved by all tiers at the next update, the loop ends and `preempted` is true.
+    Among several processes this happens at the same update in all, a few updates later: by JAX's
+    preemption service, and if that is off over JAX's coordination service. Leaving the
     loop saves the last step and waits until all that is due is durable; leaving it with an
     exception saves nothing more.
 
     It does not close the manager. Raises what the manager raises, also for background saves, and
-    `TooManyRewinds`.
+    `TooManyRewinds`; `PeerFailed` if another process is not heard of that has a share in the mean,
+    or in the decision where to stop.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Run:
         steps: int,
         guard: SpikeGuard | None = None,
         metric: str = "loss",
+        metric_is_local: bool = False,
         must_exist: bool = False,
         loading: Loading = DEFAULT,
     ) -> None:
@@ -83,6 +91,8 @@ class Run:
         must_be(loading, Loading, "Run.loading", "ckpt.Loading(...)")
         if guard is not None:
             must_be(guard, SpikeGuard, "Run.guard", "ckpt.SpikeGuard(...) or None")
+        must_be(metric, str, "Run.metric", "the name of a value that update() is given")
+        must_be(metric_is_local, bool, "Run.metric_is_local", "True or False")
         if not hasattr(data, "__next__"):
             raise Misuse(
                 f"Run.data: wanted one iterator, found {type(data).__name__}; call .iterator() on "
@@ -93,6 +103,7 @@ class Run:
         self.preempted = False
         self._manager, self._data = manager, data
         self._guard, self._metric, self._must_exist = guard, metric, must_exist
+        self._metric_is_local = metric_is_local
         self._loading = loading
         self._state, self._step = state, 0
         self._restored: Restored | None = None
@@ -103,7 +114,9 @@ class Run:
         self._saved_step: int | None = None
         self._look: Any = None
         self._taken = False  # a batch was handed out and its update has not come
-        self._sigterm = _Sigterm()
+        self._averages: Averages | None = None
+        self._preemption = Preemption()
+        self._stopwatch = Stopwatch(self._note_inflation)
 
     @property
     def state(self) -> Any:
@@ -141,14 +154,24 @@ class Run:
                 self._guard_state = self._guard.rewound(before, self._guard_state, self._step)
             if self._step == 0 and 0 not in self._manager.all_steps():
                 self._save(force=True)
-        self._sigterm.install()
+        if self._guard is not None and self._metric_is_local:
+            self._averages = Averages(self._board, self._timeout_s)
+        self._preemption.begin(self._board, self._timeout_s)
         return self
+
+    @property
+    def _board(self) -> Processes:
+        """Where the processes of the run talk."""
+        return getattr(self._manager, "_processes", None) or Alone()
+
+    @property
+    def _timeout_s(self) -> float:
+        return getattr(self._manager, "_timeout_s", TIMEOUT_S)
 
     def _must_be_able_to_rewind(self, guard: SpikeGuard) -> None:
         """Better refused now than when the loss spikes."""
-        tier = self._manager.tier
-        if tier.keep.every is None and tier.keep.best is None:
-            guard.must_be_served(tier.every, tier.keep.last)
+        tiers = getattr(self._manager, "tiers", None)
+        spike.must_be_served(guard, tiers or Tiers.of([self._manager.tier]))
         if not isinstance(self._data, states.Skipping):
             raise Misuse(
                 f"Run.data: {type(self._data).__name__} cannot skip batches (no `batch_size`, "
@@ -165,8 +188,13 @@ class Run:
         try:
             if kind is None:
                 self._finish()
+        except BaseException as failure:
+            error = failure
+            raise
         finally:
-            self._sigterm.put_back()
+            self._preemption.end()
+            if self._averages is not None:
+                self._averages.close(error)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         step = self.restored.step  # raises before `with`
@@ -176,7 +204,7 @@ class Run:
                     f"step {self._step + 1} got a batch but no update: call run.update(new_state, "
                     f"{self._metric}=...) once for each batch"
                 )
-            if self._sigterm.says_stop:
+            if self._preemption.says_stop:
                 self.preempted = True
             elif self._step >= self.steps or (batch := self._next_batch()) is _END:
                 # The guard may still send the run back when it reads the last values.
@@ -203,6 +231,7 @@ class Run:
                 "the run yields"
             )
         self._check_state(state)
+        self._stopwatch.lap()
         if self._guard is not None:
             if self._metric not in metrics:
                 raise Misuse(
@@ -210,10 +239,13 @@ class Run:
                     f"{self._metric}=...), found {sorted(metrics) or 'no metrics'}"
                 )
             self._unread.append((self._step + 1, metrics[self._metric]))
+            if self._averages is not None:
+                self._averages.give(metrics[self._metric])
         self._taken = False
         self._step += 1
         self._state, self._metrics, self._extra = state, metrics, extra
-        last = self._sigterm.stops_after_update() or self._step >= self.steps
+        last = self._step >= self.steps
+        last = self._preemption.stops_after_update(last=last) or last
         due = last or self._manager.should_save(self._step)
         if self._observe(keep=0 if due or self._guard is None else self._guard.lag):
             return None
@@ -243,23 +275,29 @@ class Run:
             return _END
 
     def _save(self, *, force: bool) -> Pending | None:
-        pending = self._manager.save(
-            self._step,
-            self._state,
-            data=self._data,
-            metrics={name: float(value) for name, value in self._metrics.items()},
-            extra=self._extra,
-            guard=None if self._guard is None else self._guard_state.to_json(),
-            force=force,
-        )
+        with self._stopwatch.apart():
+            pending = self._manager.save(
+                self._step,
+                self._state,
+                data=self._data,
+                metrics={name: float(value) for name, value in self._metrics.items()},
+                extra=self._extra,
+                guard=None if self._guard is None else self._guard_state.to_json(),
+                force=force,
+            )
         if pending is not None:
             self._saved_step = self._step
+            self._stopwatch.began(self._step, pending)
         return pending
 
     def _observe(self, *, keep: int) -> bool:
         """Shows the guard all but the newest `keep` values; true when that made the run rewind."""
         while self._guard is not None and len(self._unread) > keep:
             step, value = self._unread.popleft()
+            if self._averages is not None:
+                value = self._averages.take()
+                if step == self._step:
+                    self._metrics[self._metric] = value
             self._guard_state, rewind = self._guard.observe(self._guard_state, step, float(value))
             if rewind is not None:
                 self._rewind(self._guard, rewind)
@@ -269,7 +307,9 @@ class Run:
     def _rewind(self, guard: SpikeGuard, rewind: Rewind) -> None:
         # The target must not depend on how far a background save has come.
         self._manager.wait_until_finished()
-        to = guard.target(self._manager.all_steps(), rewind.onset)
+        self._stopwatch.stop()
+        saved_steps = self._manager.all_steps()
+        to = guard.target(saved_steps, rewind.onset)
         # The memory goes to what is restored; whoever drives the run may hold these arrays, too.
         like, self._state = self._state if self._loading.donate else _specs(self._state), None
         reason = rewind.reason
@@ -277,20 +317,54 @@ class Run:
             reason += f"; no step at or before {wanted} is saved, so back to the oldest, {to}"
         # `to` has learnt from the batches up to its own: they cannot be left out any more.
         skip = range(max(rewind.skip.start, to + 1), rewind.skip.stop)
-        restored = self._manager.rewind(
-            to,
-            skip_steps=skip,
-            reason=reason,
-            like=like,
-            data=self._data,
-            guard=self._guard_state.to_json(),
-            loading=self._loading,
-        )
+        with self._same_values():
+            restored = self._manager.rewind(
+                to,
+                skip_steps=skip,
+                reason=reason,
+                like=like,
+                data=self._data,
+                guard=self._guard_state.to_json(),
+                loading=self._loading,
+            )
         saved = _guard_state(restored.guard)
         self._guard_state = guard.rewound(self._guard_state, saved, restored.step)
         self._unread.clear()
+        if self._averages is not None:
+            self._averages.drop()
         self._continue_from(restored)
         self.rewinds.append(Rewound(rewind.onset, restored.step, skip, reason))
+        self._note(
+            {
+                "event": "spike",
+                **rewind.spike.to_json(),
+                "to": restored.step,
+                "suspect": [step for step in saved_steps if step >= rewind.onset],
+            }
+        )
+
+    @contextlib.contextmanager
+    def _same_values(self) -> Iterator[None]:
+        """The others may not have seen the spike that this process saw."""
+        try:
+            yield
+        except (Misuse, PeerFailed) as error:
+            if self._averages is not None or self._board.count == 1:
+                raise
+            raise type(error)(
+                f"{error}; the guard must see the same {self._metric} in all processes: where each "
+                "has that of its own data, use Run(..., metric_is_local=True)"
+            ) from error
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        """Into the attempt's log."""
+        note = getattr(self._manager, "note", None)
+        if note is not None:
+            note(entry)
+
+    def _note_inflation(self, found: Inflation) -> None:
+        if found.steps:
+            self._note({"event": "inflation", **asdict(found)})
 
     def _continue_from(self, restored: Restored) -> None:
         self._restored = restored
@@ -309,45 +383,7 @@ class Run:
         elif not self._observe(keep=0) and self._saved_step != self._step:
             self._save(force=True)
         self._manager.wait_until_finished()
-
-
-class _Sigterm:
-    """Notes SIGTERM, calls the handler that was there before, and puts it back.
-
-    Among several processes it is JAX that notes the signal, and that finds the update after which
-    all of them stop: it does not reach them all, nor at the same step.
-    """
-
-    def __init__(self) -> None:
-        self.says_stop = False
-        self._previous: Any = None
-        self._installed = False
-        self._among_several = False
-
-    def install(self) -> None:
-        self._among_several = here()[1] > 1
-        # Elsewhere Python refuses handlers; the program then deals with signals itself.
-        main = threading.current_thread() is threading.main_thread()
-        if main and not self._among_several:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
-
-    def stops_after_update(self) -> bool:
-        """To be asked once after each update."""
-        if self._among_several and preempted():
-            self.says_stop = True
-        return self.says_stop
-
-    def put_back(self) -> None:
-        if self._installed:
-            # None stands for a handler that was not installed from Python.
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-            self._installed = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.says_stop = True
-        if callable(self._previous):
-            self._previous(number, frame)
+        self._stopwatch.stop()
 
 
 _END = object()

@@ -13,10 +13,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ckpt.arguments import shown, whole_number
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound
+from ckpt.lineage import Decision, StepId, counts, lineage
 from ckpt.wording import counted
+
+if TYPE_CHECKING:
+    from ckpt.tiers import Tiers
 
 _JSON_VERSION = 1
 
@@ -153,15 +158,16 @@ class SpikeGuard:
         least = {"window": 3, "consecutive": 1, "warm_up": 0, "cool_down": 0, "lag": 0}
         least |= {"margin": 1, "skip_before": 0, "skip_after": 1, "max_rewinds": 0}
         for name, bound in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < bound:
-                raise Misuse(
-                    f"SpikeGuard.{name}: wanted an int of at least {bound}, found {value!r}"
-                )
+            # A plain int, whatever was given: they are in the state, which is JSON.
+            number = whole_number(getattr(self, name), f"SpikeGuard.{name}", bound)
+            object.__setattr__(self, name, number)
         for name in ("threshold", "min_rise"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise Misuse(f"SpikeGuard.{name}: wanted a finite number >= 0, found {value!r}")
+            number_like = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number_like and math.isfinite(value) and value >= 0):
+                raise Misuse(
+                    f"SpikeGuard.{name}: wanted a finite number >= 0, found {shown(value)}"
+                )
         if self.skip_before >= self.margin:
             raise Misuse(
                 f"SpikeGuard.skip_before = {self.skip_before} must be below margin = "
@@ -189,6 +195,7 @@ class SpikeGuard:
         After a `Rewind` go on with `rewound`. Raises `TooManyRewinds` instead of asking for one
         too many, `Misuse` for a step that does not follow.
         """
+        step, value = int(step), float(value)
         if step <= state.step:
             raise Misuse(f"the guard has seen step {state.step} already, then came step {step}")
         limit = self.limit(state)
@@ -220,19 +227,6 @@ class SpikeGuard:
         good = [step for step in before if step <= onset - self.margin]
         return good[-1] if good else before[0]
 
-    def must_be_served(self, every: int, last: int | None) -> None:
-        """Refuse a run that saves each `every` steps and keeps only the `last` newest of them, when
-        none of them can ever be `reach` updates old. Raises `Misuse`."""
-        if last is None or (last - 1) * every >= self.reach:
-            return
-        kept = -(-self.reach // every) + 1
-        raise Misuse(
-            f"the guard goes back {counted(self.reach, 'step')} (margin {self.margin}, and up to "
-            f"{self.reach - self.margin} until a spike is seen), but of the steps saved every "
-            f"{every} only the last {last} are kept, which reach {(last - 1) * every} back; use "
-            f"Keep(last={kept}), Keep(every=...), or a smaller margin"
-        )
-
     def rewound(self, now: GuardState, saved: GuardState | None, to: int) -> GuardState:
         """The state to go on with at step `to`, whose commit held `saved` (None: held no guard).
 
@@ -263,6 +257,54 @@ class SpikeGuard:
         skip = range(max(1, onset - self.skip_before), onset + self.skip_after)
         state = replace(state, step=step, count=state.count + 1, suspects=(), history=history)
         return state, Rewind(history[-1], skip)
+
+
+def must_be_served(guard: SpikeGuard, tiers: Tiers) -> None:
+    """Refuse a guard for whose rewinds no tier can ever hold a step that is `reach` updates old.
+
+    Raises `Misuse`, which tells what the tier that reaches farthest would need.
+    """
+    farthest: tuple[int, str, int, int] | None = None
+    for name, tier in tiers.by_name.items():
+        last = tier.keep.last
+        if last is None or tier.keep.every is not None or tier.keep.best is not None:
+            return
+        reach = (last - 1) * tier.every
+        if reach >= guard.reach:
+            return
+        farthest = max(farthest or (reach, name, tier.every, last), (reach, name, tier.every, last))
+    if farthest is None:
+        return
+    reach, name, every, last = farthest
+    kept = -(-guard.reach // every) + 1
+    raise Misuse(
+        f"the guard goes back {counted(guard.reach, 'step')} (margin {guard.margin}, and up to "
+        f"{guard.reach - guard.margin} until a spike is seen), but no tier keeps steps that long: "
+        f"of the steps that {name} saves every {every} only the last {last} are kept, which reach "
+        f"{reach} back; use Keep(last={kept}) there, Keep(every=...), or a smaller margin"
+    )
+
+
+def suspects(decisions: Mapping[int, Decision], steps: Iterable[StepId]) -> dict[StepId, Spike]:
+    """The saved steps that a spike had begun before, each with the first such spike.
+
+    Which they are follows from the attempts' records: a rewind by a guard has the guard's state,
+    and leaves the lineage on which the spike was seen.
+
+    Raises `Damaged` for records that contradict each other.
+    """
+    steps = list(steps)
+    found: dict[StepId, Spike] = {}
+    for number, decision in sorted(decisions.items()):
+        before = [other for other in decisions if other < number]
+        if decision.kind != "rewind" or decision.guard is None or not before:
+            continue
+        history = GuardState.from_json(decision.guard).history
+        if history:
+            left = lineage(decisions, decisions[max(before)])
+            newer = (s for s in steps if s.step >= history[-1].onset and counts(left, s))
+            found = {**dict.fromkeys(newer, history[-1]), **found}
+    return found
 
 
 def _spike(value: Mapping[str, Any]) -> Spike:

@@ -87,7 +87,7 @@ class Restored:
 
 
 class Pending:
-    def done(self) -> bool:
+    def ended(self) -> bool:
         return True
 
 

@@ -209,7 +209,7 @@ def test_each_field_of_the_state_is_checked(field: str, bad: object) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"window": 1}, "window: wanted an int of at least 3, found 1"),
+        ({"window": 1}, "window: wanted a whole number from 3 on, found 1"),
         ({"margin": 0, "skip_before": 0}, "margin"),
         ({"skip_before": 10}, "skip_before = 10 must be below margin = 10"),
         ({"threshold": math.nan}, "threshold: wanted a finite number"),
