@@ -57,7 +57,9 @@ class LocalImages:
         text = check_location(location)
         text = text.removeprefix("file://") if "://" in text else os.path.expanduser(text)
         self.index = index
-        self.directory = Path(os.path.abspath(text), f"{xxhash.xxh3_64_hexdigest(run)}-p{index}")
+        self.directory = Path(
+            os.path.abspath(text), f"{xxhash.xxh3_64_hexdigest(os.fsencode(run))}-p{index}"
+        )
 
     def __repr__(self) -> str:
         return f"LocalImages({str(self.directory)!r})"
