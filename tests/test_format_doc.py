@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt import layout
+from ckpt import layout, log
+from ckpt.lineage import StepId
 from ckpt.pieces import piece_name
 from ckpt.steps import Manifest
 
@@ -29,6 +30,7 @@ def test_every_example_is_tested() -> None:
         "unpublished",
         "claim",
         "decision",
+        "log",
     }
 
 
@@ -71,6 +73,18 @@ def test_manifest() -> None:
     assert manifest.data["data"]["state"] == {"next_example": 10240}
 
 
+def test_log() -> None:
+    found = log.parse(EXAMPLES["log"].encode())
+    assert found.unreadable == 0
+    assert [event.kind for event in found.events] == [log.SAVE, log.METRICS]
+    assert {event.step for event in found.events} == {StepId(40, 1, 3)}
+    text = b"".join(log.emit(event.to_json()) for event in found.events)
+    assert text.decode().splitlines() == EXAMPLES["log"].splitlines()
+    kinds = (log.SAVE, log.DELETE, log.METRICS, log.INFLATION, log.TROUBLE, log.RECOVERED)
+    for kind in (*kinds, log.RETENTION_FAILED, log.RESTARTED, log.REWOUND):
+        assert f"`{kind}`" in DOCUMENT
+
+
 @pytest.mark.parametrize(
     ("name", "in_words"),
     [
@@ -87,6 +101,7 @@ def test_manifest() -> None:
             piece_name(layout.image_name(7, 1), 0, 4096),
             "state/d/a<n>-p<i>.image.bytes-<start>-<stop>",
         ),
+        (layout.log_name(7), "log/a<n>.jsonl"),
         (layout.MARKER, "commit_success.txt"),
         (layout.MANIFEST, "manifest.json"),
         (layout.TREE, "tree.json"),

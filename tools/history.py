@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from ckpt import log as lines
+from ckpt.lineage import StepId
 from ckpt.log import Event
 from ckpt.wording import counted
 from tools.commands import AttemptRow, RunLog
@@ -81,20 +82,19 @@ def _attempt(row: AttemptRow) -> Iterator[str]:
 
 def _saves(row: AttemptRow) -> Iterator[str]:
     """Which steps were saved, then a line for each of the newest."""
-    saves: dict[Any, list[Event]] = {}
-    inflation: dict[Any, Json] = {}
+    saves: dict[StepId, list[Event]] = {}
+    inflation: dict[StepId, Json] = {}
     for event in _events(row):
-        key = event.step or event.members.get("step")
-        if event.kind == lines.SAVE and _hashable(key):
-            saves.setdefault(key, []).append(event)
-        elif event.kind == lines.INFLATION and _hashable(key):
-            inflation[key] = event.members.get("inflation_s")
+        step = _step_of(event, row)
+        if step is not None and event.kind == lines.SAVE:
+            saves.setdefault(step, []).append(event)
+        elif step is not None and event.kind == lines.INFLATION:
+            inflation[step] = event.members.get("inflation_s")
     if not saves:
         if row.steps:
             yield step_list(row.steps)
         return
-    steps = [events[0].members.get("step") for events in saves.values()]
-    yield f"{counted(len(saves), 'save')}: {step_list(steps)}"
+    yield f"{counted(len(saves), 'save')}: {step_list([step.step for step in saves])}"
     if len(saves) > _SHOWN:
         yield f"  the newest {_SHOWN} of them (--json has all):"
     cells = [_cells(saves[key], inflation.get(key)) for key in list(saves)[-_SHOWN:]]
@@ -191,8 +191,12 @@ def _events(row: AttemptRow) -> Iterator[Event]:
         yield Event(str(told.get("event")), members, told.get("time_ns", 0))
 
 
-def _hashable(key: Any) -> bool:
-    return not isinstance(key, list | dict)
+def _step_of(event: Event, row: AttemptRow) -> StepId | None:
+    """The step of an event; releases before the first named it by its number only."""
+    number = event.members.get("step")
+    if event.step is None and type(number) is int:
+        return StepId(number, row.branch or 0, row.attempt)
+    return event.step
 
 
 def duration(seconds: float) -> str:
