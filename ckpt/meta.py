@@ -59,6 +59,7 @@ def meta_of(
         "process": processes.index,
         "processes": processes.count,
         "time_ns": time.time_ns(),
+        "decided_ns": decision.time_ns,
         "data": data,
         **({"record": record} if processes.index == 0 else {}),
     }

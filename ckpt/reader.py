@@ -64,10 +64,13 @@ class RestoreReport:
 
     source: StepId | None = None
     """None: nothing was there, the run is fresh."""
+    tier: str = ""
+    """From which a manager restored it: memory, local, shared, local-2, ..."""
     fresh: bool = False
     lost: tuple[Lost, ...] = ()
     damage: tuple[Damage, ...] = ()
-    """Files of the restored step that are damaged and were not needed."""
+    """Files of the restored step that are damaged and were not needed; and nearer tiers, by name,
+    in which the step is damaged."""
     records: tuple[Damage, ...] = ()
     """Attempt records that are absent or damaged; what they said is known from elsewhere, or was
     not needed."""
@@ -434,7 +437,9 @@ def with_damaged(
     found = [
         Lost(step, reason)
         for step, reason in listing.damaged_steps
-        if after < step and (wanted is None or step <= wanted)
+        if after < step
+        and (wanted is None or step <= wanted)
+        and all(each.step != step for each in lost)
     ]
     return sorted([*lost, *found], key=lambda each: -each.step)
 

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt import attempts, commit, layout, publishing, records, states
-from ckpt.attempts import Listing
+from ckpt import attempts, candidates, commit, layout, publishing, records, states
+from ckpt.candidates import HOST_ONLY, Sources
 from ckpt.errors import Damaged, Misuse, NotFound
 from ckpt.fit import EXACT, Fit
+from ckpt.imaged import Hosted, HostImage
 from ckpt.lineage import (
     Decision,
     Kind,
     Lineage,
     Skips,
     StepId,
-    choose,
     counting,
+    counts,
     decide,
-    join_skips,
-    line_before,
     lineage,
     may_put_back,
-    served,
 )
 from ckpt.loading import DEFAULT, Loading
 from ckpt.processes import Matter
@@ -46,7 +44,8 @@ from ckpt.reader import (
 )
 from ckpt.resolving import nothing_there
 from ckpt.roots import must_be_a_root
-from ckpt.steps import Damage, Manifest, read_manifest
+from ckpt.skipped import skips_of
+from ckpt.steps import Damage, read_manifest
 from ckpt.store import Store
 from ckpt.verification import check_step
 
@@ -85,6 +84,11 @@ class Started:
     decision: Decision
     line: Lineage
     restored: Restored
+    source: Store
+    """Where the step that it went on from can be read again: home, another Shared tier, an image
+    that looks like a run. Home for a fresh run."""
+    images: tuple[HostImage, ...] = ()
+    """Those of this host that count from now on: none is newer than the parent."""
 
     @property
     def number(self) -> int:
@@ -101,6 +105,10 @@ class Start:
     """The newest attempt that this manager has claimed before."""
     claimed: Callable[[int], None] = lambda number: None
     """Told the number of this one, as soon as the one before is over."""
+    host: Callable[[], Hosted] = Hosted
+    """What the arena and the Local tiers of this process hold."""
+    others: Mapping[str, Store] = field(default_factory=dict)
+    """The further Shared tiers by name."""
 
     def run(self, wish: Wish) -> Started:
         """Raises NotFound, Damaged, Mismatch, Misuse, StoreFailed, PeerFailed, Superseded.
@@ -116,16 +124,19 @@ class Start:
     def _go_on(self, number: int, wish: Wish) -> Started:
         """What an attempt that has claimed the run starts with."""
         told = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
-        listing = attempts.list_run(self.store)
-        steps = self._candidates(listing, wish)
-        skips = wish.skips or self._skips(listing, wish)
+        sources = self._sources(number)
+        listing = sources.listing
+        tries = self._candidates(sources, wish)
+        skips = wish.skips or skips_of(sources, wish.batches, wish.data)
 
         lost: list[Lost] = []
-        restored = None
-        for step in steps:
-            restored = self._load(number, listing, step, wish, lost)
-            if restored is not None:
+        restored, source = None, self.store
+        for step, tiers in tries:
+            found = self._load(number, sources, step, tiers, wish, lost)
+            if found is not None:
+                restored, source = found
                 break
+        restored = _with_unreadable(restored, sources, lost, wish.step)
         lost = with_damaged(lost, listing, restored, wish.step)
         if restored is None and lost:
             raise Damaged(every_step_damaged(self.store, lost))
@@ -134,16 +145,17 @@ class Start:
         if restored is None:
             restored = Restored(0, None if wish.like is MISSING else wish.like)
 
-        decision = self._decide(number, wish, restored, listing, skips, lost)
+        decision = self._decide(number, wish, restored, sources, skips, lost)
         with states.kept_on_error(wish.data):
-            self.matter.vote("data", lambda: self._position(decision, restored, wish.data))
+            self.matter.vote("data", lambda: self._position(decision, restored, source, wish.data))
             self.matter.decide("recorded", lambda: attempts.record(self.store, decision))
         _log.info(
-            "%s: attempt %d, %s, step %d",
+            "%s: attempt %d, %s, step %d%s",
             self.store.location,
             number,
             decision.kind,
             restored.step,
+            f", from {restored.report.tier}" if restored.report.tier else "",
         )
         known = {**listing.decisions, number: decision}
         report = with_report(
@@ -155,9 +167,30 @@ class Start:
         )
         # A rewind after which nothing was saved yet: its guard must not start anew.
         pending = decision.guard if decision.kind != "rewind" else None
+        line = lineage(known, decision)
         return Started(
-            decision, lineage(known, decision), replace(report, guard_before_rewind=pending)
+            decision,
+            line,
+            replace(report, guard_before_rewind=pending),
+            source,
+            tuple(image for image in sources.images if counts(line, image.id)),
         )
+
+    def _look(self) -> Sources:
+        process = (self.matter.index, self.matter.count)
+        return candidates.look(self.store, self.others, self.host(), process)
+
+    def _sources(self, number: int) -> Sources:
+        """All tiers, once the images of several processes have become a step."""
+        sources = self._look()
+        for tier, error in sources.hosted.silent.items():
+            _log.warning("%s: %s did not answer: %s", self.store.location, tier, error)
+        if self.matter.count > 1:
+            told = candidates.make_step(self.matter, number, sources, sources.hosted)
+            if told is not None:
+                _log.info("%s: %s", self.store.location, told)
+                sources = self._look()
+        return sources
 
     def _same_call(self, wish: Wish) -> None:
         """Nothing is written before all processes are there and want the same."""
@@ -186,12 +219,13 @@ class Start:
             self._must_be_new()
         if wish.must_exist:
             # Before anything is written: a mistyped root must stay as it is.
-            before = attempts.list_run(self.store)
-            if not any(remain.state == "making" for remain in before.remains):
-                if not before.counting and wish.branch is None:
-                    _must_not_be_lost(self.store, before)
-                    raise NotFound(nothing_there(self.store, before))
-                if wish.step is not None:
+            before = self._look()
+            if not any(remain.state == "making" for remain in before.listing.remains):
+                here = before.counting or before.images
+                if not here and wish.branch is None:
+                    candidates.must_not_be_lost(before)
+                    raise NotFound(nothing_there(self.store, before.listing))
+                if wish.step is not None and (before.alone or not before.images):
                     _wanted(before, wish)
         return attempts.claim(self.store, wish.kind, held=self.held)
 
@@ -209,116 +243,102 @@ class Start:
         return {"done": done, "records": [list(each) for each in listing.records.damage]}
 
     def _must_be_new(self) -> None:
-        found = attempts.list_run(self.store)
-        if found.counting or found.damaged:
-            newest = max(found.counting, default=None)
+        found = self._look()
+        there = {*found.counting, *(image.id for image in found.images)}
+        if there or found.listing.damaged:
+            newest = max(there, default=None)
             raise Misuse(
                 f"{self.store.location}: holds steps up to {newest}; call resume() or restore() "
                 "first, so that it is clear what this manager goes on from, or use another root "
                 "for a new run"
             )
 
-    def _candidates(self, listing: Listing, wish: Wish) -> list[StepId]:
-        """The steps to try, in this order; as process 0 sees them."""
+    def _candidates(self, sources: Sources, wish: Wish) -> list[tuple[StepId, list[str]]]:
+        """The steps to try and their tiers, in this order; as process 0 sees them."""
 
         def make() -> list[Json]:
-            found = listing.counting
+            found = sources.counting
             if wish.step is not None:
-                found = _wanted_or_older(listing, wish)
+                found = _wanted(sources, wish)
             elif not found:
-                _must_not_be_lost(self.store, listing)
-            return [layout.emit_step_id(step) for step in reversed(found)]
+                candidates.must_not_be_lost(sources)
+            return [[layout.emit_step_id(s), sources.tiers(s)] for s in reversed(found)]
 
         where = f"{self.store.location}: steps of process 0"
-        found = (layout.parse_step_id(value, where) for value in self.matter.decide("steps", make))
-        return [step for step in found if step is not None]
+        told = self.matter.decide("steps", make)
+        found = ((layout.parse_step_id(value, where), tiers) for value, tiers in told)
+        return [(step, tiers) for step, tiers in found if step is not None]
 
     def _load(
-        self, number: int, listing: Listing, step: StepId, wish: Wish, lost: list[Lost]
-    ) -> Restored | None:
-        """Everybody reads, then all vote. None when it is damaged for somebody."""
-        try:
-            return self.matter.vote(
-                f"step {step.step}", lambda: self._load_here(number, listing, step, wish)
-            )
-        except Damaged as error:
-            lost.append(Lost(step.step, str(error)))
-            _log.warning("%s: %s is damaged: %s", self.store.location, step, error)
-            return None
+        self,
+        number: int,
+        sources: Sources,
+        step: StepId,
+        tiers: list[str],
+        wish: Wish,
+        lost: list[Lost],
+    ) -> tuple[Restored, Store] | None:
+        """Everybody reads, then all vote, tier by tier. None when none has it whole for all."""
+        passed: list[Damage] = []
+        for tier in tiers:
+            try:
+                restored, store = self.matter.vote(
+                    f"step {step.step}, {tier}",
+                    lambda tier=tier: self._load_here(number, sources, step, tier, wish),  # type: ignore[misc]
+                )
+            except Damaged as error:
+                passed.append(Damage(tier, str(error)))
+                _log.warning("%s: %s is damaged in %s: %s", self.store.location, step, tier, error)
+                continue
+            damage = (*passed, *restored.report.damage)
+            return with_report(restored, tier=tier, damage=damage), store
+        one = len(passed) == 1
+        lost.append(Lost(step.step, passed[0].what if one else "; ".join(map(str, passed))))
+        return None
 
-    def _load_here(self, number: int, listing: Listing, step: StepId, wish: Wish) -> Restored:
+    def _load_here(
+        self, number: int, sources: Sources, step: StepId, tier: str, wish: Wish
+    ) -> tuple[Restored, Store]:
         try:
-            return self._read(step, wish)
+            store = sources.store(step, tier)
+            candidates.must_be_of_the_run(sources, step, tier)
+            return self._read(store, step, wish), store
+        except NotFound as error:
+            raise Damaged(f"{self.store.location}: {step} is not in {tier} any more") from error
         except Damaged as error:
+            if tier != candidates.HOME:
+                raise
             # An older attempt may have condemned it after our claim; then it is ours to put back.
             place = publishing.of(self.store)
             found = [
                 remain
                 for remain in attempts.list_run(self.store).remains
                 if (remain.branch, remain.step) == (step.branch, step.step)
-                and may_put_back(number, listing.steps, remain)
+                and may_put_back(number, sources.listing.steps, remain)
             ]
             if not place.stands(step) and found:
                 commit.put_back(self.store, step, found[0])
             elif not (isinstance(error.__cause__, NotFound) and place.stands(step)):
                 raise  # else another process was faster in putting it back
-            return self._read(step, wish)
+            return self._read(self.store, step, wish), self.store
 
-    def _read(self, step: StepId, wish: Wish) -> Restored:
+    def _read(self, store: Store, step: StepId, wish: Wish) -> Restored:
         if wish.load_values or not step.attempt:
             process = (self.matter.index, self.matter.count)
             template = Template(wish.like, wish.fit, wish.loading, wish.data, process)
-            return load(self.store, step, template)
+            return load(store, step, template)
         try:
-            damage = check_step(self.store, step)
+            damage = check_step(store, step)
         except NotFound as error:
-            raise Damaged(f"{self.store.location}: {step} was listed and is gone") from error
+            raise Damaged(f"{store.location}: {step} was listed and is gone") from error
         return Restored(step.step, None, report=RestoreReport(step, damage=damage))
-
-    def _skips(self, listing: Listing, wish: Wish) -> Skips:
-        """The examples of a range of batches, on the lineage on which they were seen."""
-        batches = wish.batches
-        if not batches:
-            return {}
-        if wish.data is None:
-            raise Misuse("rewind with skips: give `data`, the iterators that are to skip")
-        found: Skips = {}
-        for reach, share in served(listing.lineage, batches):
-            base = self._base(listing, share.start)
-            first = share.start - base.id.step
-            relative = range(first, first + len(share))
-            # A step on which a branch forked knows nothing of what was left out on that branch.
-            seen_by = listing.decisions.get(reach.attempt)
-            in_force = seen_by.skips if seen_by is not None else {}
-            where = f"{self.store.location}: {base.id}"
-            found = join_skips(
-                found, states.ranges_of(wish.data, base.data, relative, in_force, where)
-            )
-        return found
-
-    def _base(self, listing: Listing, batch: int) -> Manifest:
-        """The newest step from which one can count on to a batch."""
-        bases = [s for s in listing.counting if s.step <= batch and s.attempt]
-        damaged: Damaged | None = None
-        for step in reversed(bases):
-            try:
-                return read_manifest(self.store, step)
-            except Damaged as error:
-                damaged = error
-        if damaged is not None:
-            raise damaged
-        oldest = min(listing.counting, default=None)
-        raise Misuse(
-            f"rewind: no step at or before {batch} was saved, so the examples of batch {batch} are "
-            f"not known; the oldest is {oldest}"
-        )
 
     def _decide(
         self,
         number: int,
         wish: Wish,
         restored: Restored,
-        listing: Listing,
+        sources: Sources,
         skips: Skips,
         lost: list[Lost],
     ) -> Decision:
@@ -328,14 +348,16 @@ class Start:
             kind = "start"
         elif lost and kind in ("resume", "restore"):
             kind, reason = "fallback", f"step {lost[0].step} is damaged"
+        if parent is not None and not counting(sources.line, sources.shared):
+            reason = f"{reason}; {HOST_ONLY}" if reason else HOST_ONLY
 
         def make() -> str:
             decision = decide(
                 number,
                 kind,
                 parent=parent,
-                newest=max(listing.counting, default=None),
-                current=listing.head,
+                newest=max(sources.counting, default=None),
+                current=sources.listing.head,
                 own_branch=not self.store.renames,
                 reason=reason,
                 skips=skips,
@@ -347,13 +369,13 @@ class Start:
         text = self.matter.decide("decision", make)
         return layout.parse_decision(text.encode(), "decision of process 0")
 
-    def _position(self, decision: Decision, restored: Restored, data: Any) -> None:
+    def _position(self, decision: Decision, restored: Restored, store: Store, data: Any) -> None:
         if data is None:
             return
         source = restored.report.source
         if source is not None and source.attempt:
             where = f"{self.store.location}: step {restored.step}"
-            saved = read_manifest(self.store, source).data
+            saved = read_manifest(store, source).data
             states.put(
                 data,
                 saved,
@@ -367,51 +389,37 @@ class Start:
                 states.apply_skips(name, each, decision.skips)
 
 
-def _wanted(listing: Listing, wish: Wish) -> StepId | None:
-    """The step that was asked for; None when it is damaged and a rewind takes an older one.
+def _wanted(sources: Sources, wish: Wish) -> list[StepId]:
+    """The step that was asked for; for a rewind the older ones of its lineage, too. Ascending.
 
     Raises:
-        NotFound: no such step in the lineage. Damaged: its marker cannot be read.
+        NotFound: there is no such step. Damaged: its marker cannot be read.
     """
-    if wish.branch is not None and wish.step is not None:
-        name = layout.step_name(wish.branch, wish.step)
-        for place, reason in listing.damaged:
-            if place == name:
-                raise Damaged(reason)
-        return choose(listing.lineage, listing.steps, wish.step, wish.branch)
-    for step, reason in listing.damaged_steps:
-        if step == wish.step:
-            if wish.kind == "rewind":
-                return None
-            raise Damaged(reason)
-    return choose(listing.lineage, listing.steps, wish.step)
+    assert wish.step is not None
+    return candidates.wanted(sources, wish.step, wish.branch, or_older=wish.kind == "rewind")
 
 
-def _wanted_or_older(listing: Listing, wish: Wish) -> list[StepId]:
-    """The step that was asked for; for a rewind the older ones of its lineage, too. Ascending."""
-    chosen = _wanted(listing, wish)
-    line = listing.lineage
-    if wish.branch is not None and chosen is not None:
-        line = line_before(listing.decisions, chosen)
-    older = counting(line, listing.steps) if wish.kind == "rewind" else []
-    number = wish.step if wish.step is not None else -1
-    return [*(s for s in older if s.step < number), *([chosen] if chosen else [])]
-
-
-def _must_not_be_lost(store: Store, listing: Listing) -> None:
-    """A run in which nothing counts: has it never saved a step, or are its steps gone?
-
-    Raises:
-        Damaged: they are damaged, or gone: the newest is never deleted by us.
-    """
-    if listing.damaged:
-        raise Damaged(nothing_there(store, listing))
-    head = listing.head
-    if head is not None and head.parent is not None:
-        raise Damaged(
-            f"{store.location}: attempt {head.attempt} went on from {head.parent}, and that step "
-            "is gone, with all others of the lineage; put the directories of the branches back"
-        )
+def _with_unreadable(
+    restored: Restored | None, sources: Sources, lost: list[Lost], wanted: int | None
+) -> Restored | None:
+    """Images of which only the name can be read: newer ones are lost, one of the step itself was
+    passed over."""
+    there = {each.step for each in sources.counting}
+    passed = []
+    for each in sources.hosted.damaged:
+        step = each.id.step
+        if restored is not None and each.id == restored.report.source:
+            passed.append(Damage(each.tier, each.reason))
+        elif (
+            step not in there
+            and (restored is None or restored.step < step)
+            and (wanted is None or step <= wanted)
+        ):
+            lost.append(Lost(step, f"{each.tier}: {each.reason}"))
+            there.add(step)
+    if restored is None:
+        return None
+    return with_report(restored, damage=(*passed, *restored.report.damage))
 
 
 def batches_of(skip_steps: range | None, skip_batches: range | None, to: int) -> range | None:
