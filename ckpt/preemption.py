@@ -48,27 +48,40 @@ class Sigterm:
 
     def install(self) -> None:
         """Does nothing off the main thread, where Python refuses handlers."""
-        if threading.current_thread() is threading.main_thread():
+        if _is_main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._handler)
             self._installed = True
 
     def put_back(self) -> None:
-        """Also twice."""
+        """Also twice. Off the main thread, or below another handler, it stays, out of use."""
         self._note = None
-        if self._installed and signal.getsignal(signal.SIGTERM) is self._handler:
-            # None stands for a handler that was not installed from Python.
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-            self._installed = False
+        if self._installed and self._is_on_top() and _is_main_thread():
+            self._restore()
+
+    def _is_on_top(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self._handler
+
+    def _restore(self) -> None:
+        # None stands for a handler that was not installed from Python.
+        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+        self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._note is not None:
-            self._note()
+        note = self._note
+        if note is None and self._is_on_top():
+            # Those that were installed above are gone, and whoever is below is to find itself on
+            # top: it may want to end the program.
+            self._restore()
+            signal.raise_signal(signal.SIGTERM)
+            return
+        if note is not None:
+            note()
         if callable(self._previous):
             self._previous(number, frame)
-        elif self._note is None and self._previous == signal.SIG_DFL:
-            # Out of use, and below a handler that came later: what would have happened without us.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @final
