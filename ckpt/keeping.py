@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, final
 
-from ckpt import attempts, commit, disk, image, layout, log, publishing, retention
-from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Superseded
+from ckpt import attempts, commit, layout, log, publishing, retention
+from ckpt.errors import (
+    CheckpointError,
+    Damaged,
+    NotFound,
+    StoreFailed,
+    Superseded,
+    Unsupported,
+)
 from ckpt.lineage import Lineage, StepId, counting
+from ckpt.local import LocalImages
 from ckpt.log import Event
 from ckpt.messages import Failed, Said, Tell
 from ckpt.retention import Keep, Metrics
@@ -102,25 +108,6 @@ class SharedPlace:
             del self._halfway[step]
 
 
-class FoundImage(Protocol):
-    """An image in a Local tier."""
-
-    @property
-    def id(self) -> StepId: ...
-    @property
-    def path(self) -> str | os.PathLike[str]: ...
-
-
-class Images(Protocol):
-    """The images of this process in a Local tier."""
-
-    def list(self) -> Sequence[FoundImage]:
-        """The whole ones."""
-
-    def delete(self, step: StepId) -> None:
-        """Absent is fine."""
-
-
 class LocalPlace:
     """The images of a Local tier.
 
@@ -131,28 +118,19 @@ class LocalPlace:
     on_host = True
 
     def __init__(
-        self, images: Images, keep: Keep, queued: Callable[[], Collection[StepId]] = tuple
+        self, images: LocalImages, keep: Keep, queued: Callable[[], Collection[StepId]] = tuple
     ) -> None:
         self.keep = keep
         self.kept = queued
         self._images = images
-        self._paths: dict[StepId, Path] = {}
 
     def steps(self) -> Sequence[StepId]:
         """Those of which there is an image."""
-        self._paths = {found.id: Path(found.path) for found in self._images.list()}
-        return sorted(self._paths)
+        return [found.id for found in self._images.list()]
 
     def metrics(self, step: StepId) -> Metrics:
         """Those in the image of process 0; the others have none."""
-        path = self._paths[step]
-        with disk.translated(path), open(path, "rb", buffering=0) as file:
-            descriptor = file.fileno()
-            size_bytes = os.fstat(descriptor).st_size
-            header = image.decode(
-                lambda offset, length: os.pread(descriptor, length, offset), size_bytes, str(path)
-            )
-        record = header.meta.get("record")
+        record = self._images.header(step).meta.get("record")
         found = record.get("metrics") if isinstance(record, dict) else None
         numbers = found.items() if isinstance(found, dict) else ()
         return {n: v for n, v in numbers if isinstance(v, int | float) and type(v) is not bool}
@@ -278,6 +256,8 @@ class Keeper:
     def _clean(self, tier: str, *, hasty: bool = False) -> int:
         """Returns how many steps were deleted."""
         deleted, failure = 0, None
+        if tier not in self._places:
+            return 0  # one that is process 0's to clean
         with self._locks[tier]:
             begun, place = self._begun, self._places[tier]
             if begun is None or begun is self._over or place.keep == Keep():
@@ -286,7 +266,9 @@ class Keeper:
                 for old in self._doomed(tier, place, begun.line, hasty=hasty):
                     try:
                         place.delete(old, begun.owner)
-                    except StoreFailed as error:
+                    except Superseded:
+                        raise
+                    except CheckpointError as error:
                         failure = failure or error  # another one may well go
                         continue
                     deleted += 1
@@ -326,7 +308,7 @@ class Keeper:
                     found[step] = before[step]
                 elif step.attempt:
                     found[step] = place.metrics(step)
-            except (Damaged, NotFound) as error:
+            except (Damaged, NotFound, Unsupported) as error:
                 self._say(logging.WARNING, f"retention of {tier} keeps {step}: {error}")
         self._known[tier] = found
         return found
