@@ -1,0 +1,574 @@
+"""The keeper: retention that delays nobody, and a log that loses nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_store import Fault, FaultyStore
+
+import ckpt
+from ckpt import attempts, layout, log
+from ckpt.commit import read_headers
+from ckpt.errors import StoreFailed, Superseded
+from ckpt.keeping import Keeper, LocalPlace, SharedPlace, why_kept
+from ckpt.lineage import Lineage, Reach, StepId
+from ckpt.local import LocalImages
+from ckpt.messages import Failed, Report, Said
+from ckpt.mirrors import copy_records
+from ckpt.retention import Best, Keep
+from ckpt.store import FileStore, Store
+
+WAIT_S = 60
+
+
+def one(number: int) -> StepId:
+    return StepId(number, 1, 1)
+
+
+LINE: Lineage = (Reach(1, 1, -1, None),)
+
+
+class Held:
+    """A tier in memory. With the gate closed, deletions hang."""
+
+    on_host = False
+
+    def __init__(self, keep: Keep, steps: Collection[StepId] = ()) -> None:
+        self.keep = keep
+        self.there = set(steps)
+        self.figures: dict[StepId, Mapping[str, float]] = {}
+        self.queued: set[StepId] = set()
+        self.asked: Counter[str] = Counter()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.fails: dict[StepId, Exception] = {}
+
+    def steps(self) -> Sequence[StepId]:
+        self.asked["steps"] += 1
+        return sorted(self.there)
+
+    def metrics(self, step: StepId) -> Mapping[str, float]:
+        self.asked[f"metrics of {step.step}"] += 1
+        return self.figures.get(step, {})
+
+    def delete(self, step: StepId, owner: int) -> None:
+        self.entered.set()
+        assert self.gate.wait(WAIT_S), "nobody opened the gate"
+        if step in self.fails:
+            raise self.fails[step]
+        self.there.discard(step)
+
+    def kept(self) -> Collection[StepId]:
+        return self.queued
+
+
+class Watched:
+    """Keepers, and what they told."""
+
+    def __init__(self) -> None:
+        self.told: list[Report] = []
+        self.keepers: list[Keeper] = []
+
+    def keeper(self, home: Any, places: Mapping[str, Any], **how: Any) -> Keeper:
+        keeper = Keeper(home, places, self.told.append, **how)
+        self.keepers.append(keeper)
+        return keeper
+
+    @property
+    def failed(self) -> list[BaseException]:
+        return [each.error for each in self.told if isinstance(each, Failed)]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [each.text for each in self.told if isinstance(each, Said) and each.level > 20]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    found = Watched()
+    yield found
+    for keeper in found.keepers:
+        keeper.close()
+        assert not keeper._thread.is_alive()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "run")
+
+
+def events(home: Store, attempt: int = 1) -> list[tuple[Any, ...]]:
+    """(kind, step number) of each line."""
+    found = log.read(home, attempt)
+    assert found.unreadable == 0
+    return [(event.kind, event.members.get("step")) for event in found.events]
+
+
+def begun(watched: Watched, home: Any, places: Mapping[str, Any], **how: Any) -> Keeper:
+    keeper = watched.keeper(home, places, **how)
+    keeper.begin(1, LINE)
+    return keeper
+
+
+# --- nobody waits --------------------------------------------------------------------------------
+
+
+def test_saves_go_on_while_a_deletion_sleeps(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(last=2), [one(n) for n in range(1, 4)])
+    place.gate.clear()
+    keeper = begun(watched, home, {"shared": place})
+    for number in range(4, 54):
+        place.there.add(one(number))
+        keeper.saved("shared", one(number), {"blocking_s": 0.001})
+        if number == 4:
+            assert place.entered.wait(WAIT_S)
+    # All fifty were acknowledged, and the first deletion has not returned yet.
+    assert len(place.there) == 53
+    assert events(home) == [("save", 4)]
+    assert place.asked["steps"] == 1
+    place.gate.set()
+    keeper.close()
+    assert place.there == {one(52), one(53)}
+    assert place.asked["steps"] <= 3  # one look for all that came meanwhile
+    found = events(home)
+    assert [each for each in found if each[0] == "save"] == [("save", n) for n in range(4, 54)]
+    assert [each for each in found if each[0] == "delete"] == [("delete", n) for n in range(1, 52)]
+
+
+def test_a_hanging_tier_does_not_hold_up_who_makes_room_in_another(
+    watched: Watched, home: FileStore
+) -> None:
+    slow, full = Held(Keep(last=1), [one(1), one(2)]), Held(Keep(last=1), [one(1), one(2)])
+    slow.gate.clear()
+    keeper = begun(watched, home, {"local": full, "shared": slow})
+    keeper.saved("shared", one(2), {})
+    assert slow.entered.wait(WAIT_S)
+    assert keeper.lost("local", one(3)) == 1
+    assert full.there == {one(2)}
+    assert keeper.lost("local", one(3)) == 0
+    slow.gate.set()
+    assert keeper.settle(WAIT_S)
+    assert sorted(events(home)) == [("delete", 1), ("delete", 1), ("save", 2)]
+
+
+def test_settling_takes_no_longer_than_it_may(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(last=1), [one(1), one(2)])
+    place.gate.clear()
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(2), {})
+    assert not keeper.settle(0.01)
+    place.gate.set()
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(2)}
+
+
+def test_a_save_costs_one_listing_and_reads_its_own_metrics_only(
+    watched: Watched, home: FileStore
+) -> None:
+    place = Held(Keep(best=Best("loss", 3)))
+    keeper = begun(watched, home, {"shared": place})
+    for number in range(1, 21):
+        place.there.add(one(number))
+        place.figures[one(number)] = {"loss": abs(number - 10)}
+        keeper.saved("shared", one(number), {})
+        assert keeper.settle(WAIT_S)
+    assert place.asked["steps"] == 20
+    read = {name: count for name, count in place.asked.items() if name != "steps"}
+    assert read == {f"metrics of {n}": 1 for n in range(1, 21)}
+    assert place.there == {one(9), one(10), one(11), one(20)}
+
+
+def test_without_rules_nothing_is_listed(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(), [one(1)])
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(1), {})
+    assert keeper.lost("shared", one(2)) == 0
+    assert keeper.settle(WAIT_S)
+    assert place.asked["steps"] == 0
+
+
+# --- what stays ----------------------------------------------------------------------------------
+
+
+def test_what_is_queued_or_pinned_stays(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(last=1), [one(n) for n in (1, 2, 3, 4)])
+    place.queued = {one(2)}
+    home.put(layout.pin_name(one(3)), b"x")
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(4), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(2), one(3), one(4)}
+    home.delete(layout.pin_name(one(3)))
+    place.queued.clear()
+    keeper.saved("shared", one(4), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(4)}
+
+
+@pytest.mark.parametrize(
+    "error", [ckpt.Damaged("rotten"), ckpt.NotFound("gone"), ckpt.Unsupported("format 9")]
+)
+def test_a_step_whose_metrics_cannot_be_read_stays(
+    watched: Watched, home: FileStore, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Held(Keep(best=Best("loss")), [one(n) for n in (1, 2, 3)])
+    place.figures = {one(n): {"loss": n} for n in (1, 2, 3)}
+    read = place.metrics
+
+    def metrics(step: StepId) -> Mapping[str, float]:
+        if step == one(2):
+            raise error
+        return read(step)
+
+    monkeypatch.setattr(place, "metrics", metrics)
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(3), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(1), one(2), one(3)}
+    assert any("keeps step 2" in text for text in watched.warnings)
+
+
+def test_late_metrics_decide(watched: Watched, home: FileStore) -> None:
+    """Those in logs of older attempts, and those of this one before they are in any log."""
+    line: Lineage = (Reach(2, 1, 4, None), Reach(1, 1, -1, 4))
+    steps = [one(n) for n in (1, 2, 3, 4)]
+    place = Held(Keep(best=Best("eval", mode="max")), [*steps, StepId(5, 1, 2)])
+    for number in (1, 2):
+        claim = {"attempt": number, "format": 1, "host": "h", "kind": "resume", "pid": 1}
+        home.put(layout.claim_name(number), layout.seal({**claim, "time_ns": 0}))
+    home.append(layout.log_name(1), log.emit(log.measured(one(2), {"eval": 0.7}).to_json()))
+    home.append(layout.log_name(1), log.emit(log.measured(one(1), {"eval": 0.9}).to_json()))
+    keeper = watched.keeper(home, {"shared": place})
+    keeper.begin(2, line)
+    keeper.note(log.measured(one(1), {"eval": 0.1}).to_json())
+    keeper.note(log.measured(one(3), {"eval": 0.6}).to_json())
+    keeper.saved("shared", StepId(5, 1, 2), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(2), StepId(5, 1, 2)}
+    assert events(home, 2) == [
+        *(("metrics", 1), ("metrics", 3), ("save", 5)),
+        *(("delete", 1), ("delete", 3), ("delete", 4)),
+    ]
+    place.there.add(StepId(6, 1, 2))
+    keeper.note(log.measured(StepId(5, 1, 2), {"eval": 0.8}).to_json())
+    keeper.saved("shared", StepId(6, 1, 2), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {StepId(5, 1, 2), StepId(6, 1, 2)}
+
+
+# --- troubles ------------------------------------------------------------------------------------
+
+
+def test_one_step_that_cannot_go_does_not_keep_the_others(
+    watched: Watched, home: FileStore
+) -> None:
+    place = Held(Keep(last=1), [one(n) for n in (1, 2, 3, 4)])
+    place.fails[one(2)] = StoreFailed("not permitted")
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(4), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(2), one(4)}
+    assert events(home)[-1] == ("retention failed", None)
+    assert watched.failed == []
+    assert any("retention of shared: not permitted" in text for text in watched.warnings)
+    place.fails.clear()
+    keeper.saved("shared", one(4), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(4)}
+
+
+def test_who_is_superseded_is_told_once_and_stops(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(last=1), [one(n) for n in (1, 2, 3)])
+    place.fails[one(1)] = Superseded("attempt 2")
+    keeper = begun(watched, home, {"shared": place})
+    for _ in range(3):
+        keeper.saved("shared", one(3), {})
+        assert keeper.settle(WAIT_S)
+    assert [type(error) for error in watched.failed] == [Superseded]
+    assert place.there == {one(1), one(2), one(3)}
+    assert keeper.lost("shared", one(4)) == 0
+    place.fails.clear()
+    keeper.begin(2, (Reach(2, 1, 3, None), *LINE))
+    keeper.saved("shared", one(3), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(3)}
+
+
+def test_what_nobody_expects_is_told_and_the_thread_goes_on(
+    watched: Watched, home: FileStore
+) -> None:
+    place = Held(Keep(last=1), [one(1), one(2)])
+    place.fails[one(1)] = ZeroDivisionError("a bug")
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(2), {})
+    assert keeper.settle(WAIT_S)
+    assert [type(error) for error in watched.failed] == [ZeroDivisionError]
+    place.fails.clear()
+    keeper.saved("shared", one(2), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(2)}
+
+
+class Unreachable:
+    """A store that can be down."""
+
+    def __init__(self, inner: FileStore) -> None:
+        self.inner = inner
+        self.location = inner.location
+        self.down = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.down:
+            raise StoreFailed(f"{name}: nobody answers")
+        return getattr(self.inner, name)
+
+
+def test_lines_wait_for_a_home_that_is_down(watched: Watched, home: FileStore) -> None:
+    store = Unreachable(home)
+    place = Held(Keep(last=1))
+    place.on_host = True
+    keeper = begun(watched, store, {"local": place})
+    keeper.saved("local", one(1), {})
+    assert keeper.settle(WAIT_S)
+    store.down = True
+    keeper.note(log.trouble("shared", "nobody answers").to_json())
+    for number in (2, 3):
+        place.there |= {one(number - 1), one(number)}
+        keeper.saved("local", one(number), {})
+        assert keeper.settle(WAIT_S)
+    # The host does with the pins of before: its disk must not run full meanwhile.
+    assert place.there == {one(3)}
+    assert events(home) == [("save", 1)]
+    store.down = False
+    keeper.note(log.recovered("shared", 30.0).to_json())
+    keeper.close()
+    assert events(home) == [
+        *(("save", 1), ("trouble", None), ("save", 2), ("delete", 1)),
+        *(("save", 3), ("delete", 2), ("recovered", None)),
+    ]
+    times = [event.time_ns for event in log.read(home, 1).events]
+    assert times == sorted(times)
+
+
+def test_a_host_that_never_knew_the_pins_deletes_nothing(watched: Watched, home: FileStore) -> None:
+    store = Unreachable(home)
+    store.down = True
+    place = Held(Keep(last=1), [one(1), one(2)])
+    place.on_host = True
+    keeper = begun(watched, store, {"local": place})
+    assert keeper.lost("local", one(3)) == 0
+    assert place.there == {one(1), one(2)}
+
+
+@pytest.mark.parametrize("before", [b"", b'{"event":"save","step":1,"time_ns":1}\n'])
+def test_a_torn_line_stays_by_itself(watched: Watched, home: FileStore, before: bytes) -> None:
+    home.append(layout.log_name(1), before + b'{"event":"sa')
+    keeper = begun(watched, home, {"shared": Held(Keep())})
+    keeper.saved("shared", one(2), {})
+    keeper.saved("shared", one(3), {})
+    keeper.close()
+    found = log.read(home, 1)
+    assert found.unreadable == 1
+    assert [event.members["step"] for event in found.events][-2:] == [2, 3]
+
+
+def test_a_torn_addition_is_made_good(watched: Watched, home: FileStore) -> None:
+    """The store failed in the middle of a line: the next addition begins a new one."""
+
+    class Tearing(Unreachable):
+        def append(self, key: str, data: bytes) -> None:
+            if torn:
+                home.append(key, data[: len(data) // 2])
+                raise StoreFailed("full")
+            home.append(key, data)
+
+    torn = [1]
+    keeper = begun(watched, Tearing(home), {"shared": Held(Keep())})
+    keeper.saved("shared", one(1), {})
+    assert keeper.settle(WAIT_S)
+    torn.clear()
+    keeper.saved("shared", one(2), {})
+    keeper.close()
+    found = log.read(home, 1)
+    assert [event.members["step"] for event in found.events] == [1, 2]
+    assert found.unreadable == 1
+
+
+def test_other_processes_clean_and_do_not_write(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(last=1), [one(1), one(2)])
+    keeper = begun(watched, home, {"local": place}, index=1)
+    keeper.saved("local", one(2), {})
+    keeper.saved("shared", one(2), {})
+    keeper.note({"event": "trouble", "tier": "local"})
+    assert keeper.lost("shared", one(3)) == 0
+    keeper.close()
+    assert place.there == {one(2)}
+    assert home.list("log") == []
+    assert [each for each in watched.told if isinstance(each, Said)] == []
+
+
+def test_what_is_queued_before_the_first_attempt_is_left(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(last=1), [one(1), one(2)])
+    keeper = watched.keeper(home, {"shared": place})
+    keeper.saved("shared", one(2), {})
+    assert keeper.lost("shared", one(3)) == 0
+    keeper.close()
+    assert place.there == {one(1), one(2)}
+
+
+# --- real steps ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Branch 1: steps 1 to 4, left at 2; branch 2: 3 to 5; with a loss."""
+    root = tmp_path / "run"
+    with ckpt.CheckpointManager(root) as manager:
+        manager.resume()
+        for number in (1, 2, 3, 4):
+            manager.save(number, {"a": number}, metrics={"loss": number})
+        manager.rewind(2)
+        for number in (3, 4, 5):
+            manager.save(number, {"a": number}, metrics={"loss": number})
+    return root
+
+
+def names(root: Path) -> list[tuple[int, int]]:
+    return [(s.branch, s.step) for s in sorted(attempts.list_run(FileStore(root)).steps, key=_key)]
+
+
+def _key(step: StepId) -> tuple[int, int]:
+    return step.branch, step.step
+
+
+def shared(
+    watched: Watched, root: Path, keep: Keep, store: Store | None = None
+) -> tuple[Keeper, StepId]:
+    home = FileStore(root)
+    listing = attempts.list_run(home)
+    assert listing.head is not None
+    place = SharedPlace(store or home, keep, home)
+    keeper = watched.keeper(home, {"shared": place})
+    keeper.begin(listing.head.attempt, listing.lineage)
+    return keeper, listing.counting[-1]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (Keep(last=1), [(1, 3), (1, 4), (2, 5)]),
+        (Keep(branches=0), [(1, 1), (1, 2), (2, 3), (2, 4), (2, 5)]),
+        (Keep(last=1, branches=0), [(2, 5)]),
+        (Keep(best=Best("loss"), branches=0), [(1, 1), (2, 5)]),
+        (Keep(best=Best("loss", mode="max"), branches=1), [(1, 3), (1, 4), (2, 5)]),
+    ],
+)
+def test_steps_of_a_run(
+    watched: Watched, run: Path, keep: Keep, left: list[tuple[int, int]]
+) -> None:
+    keeper, newest = shared(watched, run, keep)
+    keeper.saved("shared", newest, {})
+    assert keeper.settle(WAIT_S)
+    assert names(run) == left
+    assert watched.failed == watched.warnings == []
+    assert list(run.rglob("*-deleted")) == []
+    gone = {(event.step.branch, event.step.step) for event in _deletions(run)}  # type: ignore[union-attr]
+    assert len(gone) + len(left) == 7
+    assert ckpt.restore(run).step == 5
+
+
+def _deletions(root: Path) -> list[log.Event]:
+    return [event for event in log.read(FileStore(root), 2).events if event.kind == log.DELETE]
+
+
+def test_a_newer_attempt_keeps_its_steps(watched: Watched, run: Path) -> None:
+    """The old one finds the claim after it has condemned a step, and puts the step back."""
+    keeper, newest = shared(watched, run, Keep(last=1, branches=0))
+    assert ckpt.rewind(run, 4, branch=1) == StepId(4, 1, 1)
+    before = names(run)
+    keeper.saved("shared", newest, {})
+    assert keeper.settle(WAIT_S)
+    assert names(run) == before
+    (error,) = watched.failed
+    assert isinstance(error, Superseded)
+    assert "attempt 3" in str(error)
+
+
+def test_a_further_tier_asks_the_home_who_owns_the_run(
+    watched: Watched, run: Path, tmp_path: Path
+) -> None:
+    home, mirror = FileStore(run), FileStore(tmp_path / "mirror")
+    copy_records(home, mirror)
+    for branch in ("branch-1", "branch-2"):
+        shutil.copytree(run / branch, tmp_path / "mirror" / branch)
+    keeper, newest = shared(watched, run, Keep(last=1, branches=0), mirror)
+    ckpt.rewind(run, 4, branch=1)  # only the home knows
+    keeper.saved("shared", newest, {})
+    assert keeper.settle(WAIT_S)
+    assert names(tmp_path / "mirror") == names(run)
+    assert [type(error) for error in watched.failed] == [Superseded]
+
+
+def test_half_a_deletion_is_finished_by_the_next_look(watched: Watched, run: Path) -> None:
+    """The store failed between condemning and removing a step: what is left of it goes, too."""
+    # Operations 1 and 2: clear the place for the condemned, move. Number 3 is the removal.
+    store = FaultyStore(FileStore(run), [Fault(3, "fail")])
+    keeper, newest = shared(watched, run, Keep(last=2), store)
+    keeper.saved("shared", newest, {})
+    assert keeper.settle(WAIT_S)
+    assert store.operations[2].startswith("delete_tree"), store.operations
+    left = [path.name for path in run.rglob("*-deleted")]
+    assert len(left) == 1, left
+    assert any("wanted to fail" in text for text in watched.warnings)
+    keeper.saved("shared", newest, {})
+    assert keeper.settle(WAIT_S)
+    assert [path.name for path in run.rglob("*-deleted")] == []
+    assert names(run) == [(1, 3), (1, 4), (2, 4), (2, 5)]
+
+
+def test_images_of_a_host(watched: Watched, run: Path, tmp_path: Path) -> None:
+    """Figures come out of the images: not all of their steps are in a shared tier."""
+    home = FileStore(run)
+    listing = attempts.list_run(home)
+    images = LocalImages(tmp_path / "local", home.location, 0)
+    for step in listing.steps:
+        prefix = layout.step_name(step.branch, step.step)
+        (header,) = read_headers(home, prefix, step.attempt)
+        with home.open_image(f"{prefix}/{layout.image_name(step.attempt, 0)}") as reader:
+            data = memoryview(bytes(reader.read(0, header.size_bytes)))
+            images.write(header, data)
+    queued = {StepId(3, 2, 2)}
+    keep = Keep(best=Best("loss"), branches=0)
+    keeper = watched.keeper(home, {"local": LocalPlace(images, keep, lambda: queued)})
+    assert listing.head is not None
+    keeper.begin(listing.head.attempt, listing.lineage)
+    keeper.saved("local", listing.counting[-1], {})
+    assert keeper.settle(WAIT_S)
+    assert watched.warnings == []
+    left = {(found.id.branch, found.id.step) for found in images.list()}
+    assert left == {(1, 1), (2, 3), (2, 5)}
+
+
+def test_why_a_step_of_a_run_is_kept(run: Path) -> None:
+    home = FileStore(run)
+    line = attempts.list_run(home).lineage
+    assert why_kept(home, line, one(1)) is None
+    ckpt.pin(run, 1)
+    assert "pinned" in (why_kept(home, line, one(1)) or "")
+    assert "newest" in (why_kept(home, line, StepId(5, 2, 2)) or "")
+
+
+def test_the_keeper_needs_neither_jax_nor_tensorstore() -> None:
+    """It runs in the writer's process."""
+    code = "import ckpt.keeping, sys; print(*{'jax', 'tensorstore'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert found.stdout.strip() == b""
