@@ -2,12 +2,15 @@
 
 ::
 
-    tell ──> outbox ──> thread "ckpt-tell" ──socket──> python -m ckpt.writer_process
-    reports <────────── thread "ckpt-companion" <──────┘   one at a time, started by this thread
+    tell ──> outbox ── (thread "ckpt-tell") ──socket──> python -m ckpt.writer_process
+    reports <────────── thread "ckpt-companion" <───────┘   one at a time, started by this thread
 
-Nobody who tells something waits for the writer: it may be starting, stopped, or dead. What it has
-not ended when it dies is told again to the next one. A child forked by the trainer has no part in
-it; its copies of the sockets are closed, or the writer would not notice the death of the trainer.
+Nobody who tells something waits for the writer: it may be starting, stopped, or dead. What the
+socket takes at once is sent by the teller, for whom the very next step may be the last; the thread
+sends the rest. What a writer has not ended when it dies is told again to the next one.
+
+A child forked by the trainer has no part in it; its copies of the sockets are closed, or the writer
+would not notice the death of the trainer.
 """
 
 from __future__ import annotations
@@ -99,8 +102,16 @@ class Companion:
         self._deliver = tell
         self._module = module
         self._home = os.getpid()
-        # A SimpleQueue: `leave` may come in the middle of a `put`, from the garbage collector.
+        # SimpleQueues: `leave` may come in the middle of a `put`, from the garbage collector.
         self._outbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One for each item: the thread that sends is to look into the outbox."""
+        self._sending = threading.Lock()
+        """Held by who takes from the outbox and sends; of the three that follow."""
+        self._link: socket.socket | None = None
+        self._rest = b""
+        """What is still to be sent of messages that have left the outbox."""
+        self._is_over = False
         self._lock = threading.Lock()
         """Of what follows."""
         self._unfinished = Unfinished()
@@ -118,7 +129,7 @@ class Companion:
             self._sender.start()
             self._thread.start()
         except (OSError, RuntimeError) as error:
-            self._outbox.put(None)
+            self._put(None)
             self._close_sockets()
             raise StoreFailed(f"cannot have a writer: {error}; {_CURE}") from error
         _live.add(self)
@@ -126,18 +137,23 @@ class Companion:
     def tell(self, message: ToWriter) -> None:
         """Tell the writer something; never waits."""
         if self._is_here():
-            self._outbox.put(message)
+            self._put(message)
+            if self._sending.acquire(blocking=False):
+                try:
+                    self._send_outbox(waits=False)
+                finally:
+                    self._sending.release()
 
     def close(self) -> None:
         """Finish everything, end the writer, and wait for that."""
         if self._is_here():
-            self._outbox.put(Close())
+            self._put(Close())
             self._thread.join()
 
     def leave(self, last: Callable[[], None]) -> threading.Thread:
         """As `close`, without waiting: the thread, which calls `last` when it is done."""
         if self._is_here():
-            self._outbox.put(last)
+            self._put(last)
         return self._thread
 
     @property
@@ -162,6 +178,10 @@ class Companion:
 
     def _is_here(self) -> bool:
         return os.getpid() == self._home
+
+    def _put(self, item: _Item) -> None:
+        self._outbox.put(item)
+        self._look.put(None)
 
     # --- one thread: the life of the process, and its reports ---------------------------------
 
@@ -198,7 +218,7 @@ class Companion:
                 elif deaths > 1:
                     time.sleep(_PAUSE_S * (deaths - 1))
         finally:
-            self._outbox.put(None)
+            self._put(None)
             self._sender.join()
             self._close_sockets()
             if self._last is not None:
@@ -210,7 +230,7 @@ class Companion:
             process, link = self._start()
         except OSError as error:
             return _Death(f"it cannot be started: {error}")
-        self._outbox.put(_Link(link))
+        self._put(_Link(link))
         progressed, fault = False, None
         try:
             for report in _reports(link):
@@ -282,43 +302,56 @@ class Companion:
 
     def _send_all(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-        link: socket.socket | None = None
         idle_since: float | None = None
-        while True:
+        while not self._is_over:
             try:
-                item = self._outbox.get(timeout=_POLL_S if self._unfinished.closing else None)
+                self._look.get(timeout=_POLL_S if self._unfinished.closing else None)
             except queue.Empty:
                 idle_since = self._see_it_off(idle_since)
                 continue
+            with self._sending:
+                self._send_outbox(waits=True)
+
+    def _send_outbox(self, *, waits: bool) -> None:
+        """Send what there is, or as much as the socket takes without waiting."""
+        while self._send(waits=waits):
+            try:
+                item = self._outbox.get_nowait()
+            except queue.Empty:
+                return
             if item is None:
-                break
+                self._is_over = True
+                return
             if isinstance(item, _Link):
-                if link is not None:
-                    self._close(link)
-                link = item.socket
+                self._link = item.socket
                 with self._lock:
                     again = self._unfinished.again()
-                for message in (self._setup, *again):
-                    self._send(link, message)
+                self._rest = b"".join(map(messages.emit, (self._setup, *again)))
                 continue
             if not isinstance(item, ToWriter):
                 self._last = item
                 item = Close()
             with self._lock:
-                self._unfinished.told(item)
+                self._unfinished.told(item, reachable=self._link is not None)
                 if isinstance(item, Job | Close):
                     self._wanted.set()
-            self._send(link, item)
-        if link is not None:
-            self._close(link)
+            if self._link is not None:
+                self._rest = messages.emit(item)
 
-    def _send(self, link: socket.socket | None, message: ToWriter) -> None:
-        if link is not None:
-            with contextlib.suppress(OSError):  # it has died: the next one is told again
-                link.sendall(messages.emit(message))
-                return
-        with self._lock:
-            self._unfinished.unsent(message)
+    def _send(self, *, waits: bool) -> bool:
+        """Send the rest of what was begun; false when the socket is full."""
+        while self._rest:
+            assert self._link is not None
+            try:
+                count = self._link.send(self._rest, 0 if waits else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:  # it has died: the next one is told again
+                self._close(self._link)
+                self._link, self._rest = None, b""
+                return True
+            self._rest = self._rest[count:]
+        return True
 
     def _see_it_off(self, idle_since: float | None) -> float | None:
         """Since when it has had nothing left to do but to go; ends one that does not."""

@@ -49,8 +49,8 @@ class Unfinished:
         """How many have not ended."""
         return len(self._jobs)
 
-    def told(self, message: ToWriter) -> None:
-        """The writer is about to be told this."""
+    def told(self, message: ToWriter, *, reachable: bool = True) -> None:
+        """The writer is about to be told this, or there is none to tell."""
         match message:
             case Begin():
                 self._begin = message
@@ -66,11 +66,8 @@ class Unfinished:
                 self._has_to_flush = True
             case Close():
                 self.closing = True
-
-    def unsent(self, message: ToWriter) -> None:
-        """There was no writer for it, after all."""
-        if isinstance(message, Note):
-            self._notes.append(message)
+            case Note() if not reachable:
+                self._notes.append(message)
 
     def heard(self, report: Report) -> None:
         """The writer has reported this."""
@@ -112,9 +109,9 @@ class Unfinished:
         messages: list[ToWriter] = [] if self._begin is None else [self._begin]
         messages += [*self._jobs, *self._abandons.values(), *self._notes]
         self._notes.clear()
-        messages += [Settle()] * self._settles
         if self._has_to_flush:
             messages.append(Flush())
+        messages += [Settle()] * self._settles
         if self.closing:
             messages.append(Close())
         return messages

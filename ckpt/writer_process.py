@@ -132,7 +132,8 @@ class Service:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _heed(self, numbers: bytes) -> None:
-        if signal.SIGTERM in numbers and self._writer is not None:
+        # When it closes, what is there is on its way.
+        if signal.SIGTERM in numbers and self._writer is not None and not self._closing:
             self._writer.tell(Flush())
 
     def _be_orphaned(self) -> None:
@@ -237,10 +238,10 @@ def serve(arguments: list[str], make: Make) -> int:
 
 
 def _make(setup: Setup, tell: Tell) -> Writes:
+    from ckpt.flush import choose
     from ckpt.writer_loop import Writer
 
-    writer: Writes = Writer(setup, tell)
-    return writer
+    return Writer(setup, tell, flush_choice=choose)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 
 import ckpt
 from ckpt import layout, log
+from ckpt.flush import Holding, holding_name, newest_of_all
 from ckpt.lineage import StepId
 from ckpt.pieces import piece_name
 from ckpt.steps import Manifest
@@ -31,6 +32,7 @@ def test_every_example_is_tested() -> None:
         "claim",
         "decision",
         "log",
+        "flush",
     }
 
 
@@ -85,6 +87,13 @@ def test_log() -> None:
         assert f"`{kind}`" in DOCUMENT
 
 
+def test_flush() -> None:
+    holding = Holding.parse(sealed("flush"), "example")
+    assert (holding.process, holding.round) == (0, 1)
+    assert newest_of_all([holding]) == StepId(40, 1, 3)
+    assert holding.emit() == sealed("flush")
+
+
 @pytest.mark.parametrize(
     ("name", "in_words"),
     [
@@ -102,6 +111,7 @@ def test_log() -> None:
             "state/d/a<n>-p<i>.image.bytes-<start>-<stop>",
         ),
         (layout.log_name(7), "log/a<n>.jsonl"),
+        (holding_name(7, 1), "flush/a<n>-p<i>.json"),
         (layout.MARKER, "commit_success.txt"),
         (layout.MANIFEST, "manifest.json"),
         (layout.TREE, "tree.json"),
