@@ -1,0 +1,161 @@
+"""Images of several processes become a step before anything is chosen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Host, check
+from test_matters import Board, Member
+
+import ckpt
+from ckpt import attempts
+from ckpt.candidates import newest_common
+from ckpt.errors import StoreFailed
+from ckpt.imaged import host_images
+from ckpt.lineage import Decision, StepId, lineage
+from ckpt.local import LocalImages
+from ckpt.store import FileStore
+
+
+def decisions_of(*times: int) -> dict[int, Decision]:
+    return {n: Decision(n, "resume", None, 1, time_ns=t) for n, t in enumerate(times, 1)}
+
+
+def test_the_newest_step_common_to_all() -> None:
+    decisions = decisions_of(70)
+    line = lineage(decisions, decisions[1])
+    both = [3, 1, 1, 70]
+    assert newest_common([[both, [5, 1, 1, 70]], [both, [4, 1, 1, 70]]], line, decisions) == (
+        StepId(3, 1, 1)
+    )
+    assert newest_common([[both], []], line, decisions) is None
+    assert newest_common([[both], [[3, 1, 1, 71]]], line, decisions) is None, "another run"
+    assert newest_common([[both], [[3, 1, 1, None]]], line, decisions) is None
+    gone = [[3, 2, 2, 70]]
+    assert newest_common([gone, gone], line, decisions) is None, "no such attempt"
+
+
+class Pair:
+    """Two processes on one host, as threads."""
+
+    def __init__(self, root: Path, place: Path) -> None:
+        self.root = root
+        self.calls = 0
+        self.hosts = [Host(root, place) for _ in range(2)]
+
+    def together(self, act: Any) -> list[Any]:
+        self.calls += 1
+        board = Board()
+        found: list[Any] = [None, None]
+
+        def run(index: int) -> None:
+            host = self.hosts[index]
+            host.processes = Member(board, index, 2)
+            host.locals = {"local": LocalImages(host.place / "disk", str(self.root), index)}
+            try:
+                found[index] = act(host)
+            except Exception as error:
+                found[index] = error
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path / "run", tmp_path / "host")
+    yield pair
+    for host in pair.hosts:
+        host.close()
+
+
+def test_images_of_two_processes_become_a_step_first(pair: Pair) -> None:
+    assert [r.report.fresh for r in pair.together(lambda h: h.start())] == [True, True]
+
+    def save(host: Host) -> None:
+        for step in (1, 2):
+            host.copy(step).slot.release()
+        if host.processes.index == 0:
+            host.copy(3).slot.release()  # the other one died before it had copied this
+        host.die()
+
+    assert pair.together(save) == [None, None]
+    restored = pair.together(lambda h: h.start())
+    for host, each in zip(pair.hosts, restored, strict=True):
+        check(each, host, 2, "shared")
+        assert host.started is not None
+        assert host.started.decision.parent == StepId(2, 1, 1)
+        assert {image.id.step for image in host.started.images} == {1, 2}
+    assert ckpt.verify(pair.root).intact
+    assert ckpt.open(pair.root).all_steps() == [2]
+
+
+def test_one_damaged_image_of_two_processes_falls_back_to_home(pair: Pair) -> None:
+    def begin(host: Host) -> None:
+        host.start()
+        snap = host.copy(1)
+        host.to_local(snap)
+        snap.slot.release()
+        host.die()
+
+    assert pair.together(begin) == [None, None]
+    assert [r.step for r in pair.together(lambda h: h.start())] == [1, 1]
+
+    def save(host: Host) -> None:
+        snap = host.copy(2)
+        if host.processes.index == 1:
+            chunk = int(snap.header.columns.offset[0])
+            snap.slot.buffer[chunk] ^= 0xFF
+        snap.slot.release()
+        host.die()
+
+    assert pair.together(save) == [None, None]
+    restored = pair.together(lambda h: h.start())
+    for host, each in zip(pair.hosts, restored, strict=True):
+        check(each, host, 1, "shared")
+    assert ckpt.open(pair.root).all_steps() == [1]
+    # It stays lost: what was begun of it at home is removed by the next attempt.
+    for host in pair.hosts:
+        host.die()
+    restored = pair.together(lambda h: h.start())
+    assert [r.step for r in restored] == [1, 1]
+    assert attempts.list_run(FileStore(pair.root)).remains == ()
+
+
+def test_home_fails_while_the_step_is_made(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(host: Host) -> None:
+        host.start()
+        host.copy(1).slot.release()
+        host.die()
+
+    assert pair.together(save) == [None, None]
+
+    def down(*_: Any, **__: Any) -> Any:
+        raise StoreFailed("planted")
+
+    monkeypatch.setattr("ckpt.commit.finish", down)
+    assert [r.report.fresh for r in pair.together(lambda h: h.start())] == [True, True]
+    monkeypatch.undo()
+
+
+def test_images_of_another_number_of_processes_make_no_step(pair: Pair, tmp_path: Path) -> None:
+    def save(host: Host) -> None:
+        host.start()
+        host.copy(1).slot.release()
+        host.die()
+
+    assert pair.together(save) == [None, None]
+    alone = Host(pair.root, tmp_path / "host")
+    try:
+        assert host_images(None, {}).images == ()
+        assert alone.start().report.fresh
+    finally:
+        alone.close()

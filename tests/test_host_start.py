@@ -1,0 +1,446 @@
+"""Restarts from images of this host: the newest step that counts, from the nearest tier."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Host, check, flip
+
+import ckpt
+from ckpt import attempts, layout
+from ckpt.candidates import HOST_ONLY
+from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed, Superseded
+from ckpt.lineage import Decision, StepId, counts, lineage
+from ckpt.local import LocalImages
+from ckpt.mirrors import copy_records
+from ckpt.store import FileStore
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path / "run", tmp_path / "host")
+    yield host
+    host.close()
+
+
+def other_host(host: Host) -> Host:
+    """Another one with the same home; nothing of what was on the first."""
+    found = Host(host.root, host.place.with_name(f"{host.place.name}-other"))
+    found.others = host.others
+    return found
+
+
+def payload(image: Any) -> int:
+    """Where the first chunk of an image lies."""
+    return int(image.header.columns.offset[0])
+
+
+def test_from_the_arena_bit_for_bit(host: Host) -> None:
+    host.start()
+    for step in (1, 2, 3):
+        host.copy(step).slot.release()
+    host.die()
+    restored = host.start()
+    check(restored, host, 3, "memory")
+    assert not restored.report.lost
+    assert not restored.report.damage
+    assert host.started is not None
+    assert host.started.decision.parent == StepId(3, 1, 1)
+    assert host.started.decision.branch == 1, "going on from the newest stays on the branch"
+    assert sorted(image.id.step for image in host.started.images) == [1, 2, 3]
+    # What it came from can be read again, as the manager does.
+    assert ckpt.manifest.read_manifest(host.started.source, StepId(3, 1, 1)).extra == {"tag": None}
+
+
+def test_from_local_when_the_arena_is_gone(host: Host) -> None:
+    host.start()
+    for step in (1, 2):
+        snap = host.copy(step)
+        host.to_local(snap)
+        snap.slot.release()
+    assert host.arena is not None
+    host.arena.close(remove=True)
+    host.arena = host.started = None
+    check(host.start(), host, 2, "local")
+
+
+def test_the_nearest_tier_has_it_all_tiers_do(host: Host, tmp_path: Path) -> None:
+    """And the newest step wins over the nearest tier."""
+    second = FileStore(tmp_path / "second")
+    host.others = {"shared-2": second}
+    host.start()
+    copy_records(host.home, second)
+    snap = host.copy(1)
+    host.to_local(snap)
+    host.to_shared(snap)
+    host.to_shared(snap, second)
+    snap.slot.release()
+    host.die()
+    for tier, lose in (
+        ("memory", lambda: host.place / "arena-0"),
+        ("local", lambda: host.place / "disk"),
+        ("shared", lambda: host.root / "branch-1"),
+        ("shared-2", lambda: None),
+    ):
+        check(host.start(), host, 1, tier)
+        host.die()
+        place = lose()
+        if place is not None:
+            place.rename(tmp_path / f"lost-{tier}")
+    host.start()
+    copy_records(host.home, second)
+    host.to_shared(host.copy(2), second)
+    host.die()
+    (host.place / "arena-0" / "slot-0").unlink()
+    restored = host.start()
+    check(restored, host, 2, "shared-2")
+
+
+def test_damage_falls_to_the_next_tier_and_then_to_an_older_step(host: Host) -> None:
+    host.start()
+    host.to_shared(host.copy(1))
+    snap = host.copy(2)
+    host.to_local(snap)
+    host.to_shared(snap)
+    host.die()
+
+    def images() -> dict[tuple[str, int], Any]:
+        return {(each.tier, each.id.step): each for each in host.hosted().images}
+
+    restored = host.start("resume")
+    check(restored, host, 2, "memory")
+    slot = images()["memory", 2]
+    flip(Path(slot.header.where), payload(slot))
+    host.die()
+    restored = host.start()
+    check(restored, host, 2, "local")
+    (damage,) = restored.report.damage
+    assert damage.file == "memory"
+    assert "slot-" in damage.what
+    assert "wanted digest" in damage.what
+    assert not restored.report.lost, "nothing is lost while another tier has it"
+    assert host.started is not None
+    assert host.started.decision.kind == "resume"
+    local = images()["local", 2]
+    flip(Path(local.header.where), payload(local))
+    host.die()
+    restored = host.start()
+    check(restored, host, 2, "shared")
+    assert [each.file for each in restored.report.damage] == ["memory", "local"]
+    (shared,) = (host.root / "branch-1" / "2" / "state" / "d").glob("*.image")
+    flip(shared, payload(slot))
+    host.die()
+    restored = host.start()
+    check(restored, host, 1, "memory")
+    assert not restored.report.damage, "of the step that was restored"
+    (lost,) = restored.report.lost
+    assert lost.step == 2
+    assert all(tier in lost.reason for tier in ("memory: ", "local: ", "shared: "))
+    assert host.started is not None
+    assert host.started.decision.kind == "fallback"
+    assert host.started.decision.branch == host.started.number
+
+
+def test_a_local_image_without_a_readable_header_is_told_of(host: Host) -> None:
+    host.start()
+    host.to_shared(host.copy(1))
+    host.to_local(host.copy(2))
+    local = host.hosted().images[-1]
+    assert local.tier == "local"
+    flip(Path(local.header.where), 8)
+    host.die()
+    restored = host.start()
+    check(restored, host, 2, "memory")
+    assert [each.file for each in restored.report.damage] == ["local"]
+    host.die()
+    (host.place / "arena-0").rename(host.place / "gone")
+    restored = host.start()
+    check(restored, host, 1, "shared")
+    (lost,) = restored.report.lost
+    assert lost.step == 2
+    assert lost.reason.startswith("local: ")
+
+
+def test_images_of_an_older_run_at_the_same_location_do_not_count(host: Host) -> None:
+    host.start()
+    snap = host.copy(5)
+    host.to_local(snap)
+    host.die()
+    host.root.rename(host.root.with_name("old"))
+    restored = host.start()  # attempt 1 of another run: the same numbers
+    assert restored.report.fresh
+    host.copy(1).slot.release()
+    host.die()
+    check(host.start(), host, 1, "memory")
+    assert host.started is not None
+    assert [image.id.step for image in host.started.images] == [1]
+
+
+def test_images_from_before_the_field_do_not_count(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start()
+    real = ckpt.meta.meta_of
+
+    def older(*given: Any) -> Any:
+        return {k: v for k, v in real(*given).items() if k != "decided_ns"}
+
+    monkeypatch.setattr("hosts.meta_of", older)
+    host.copy(1).slot.release()
+    host.die()
+    assert host.start().report.fresh
+
+
+def test_images_beyond_a_fork_do_not_count(host: Host) -> None:
+    host.start()
+    for step in (1, 2, 3):
+        host.copy(step).slot.release()
+    restored = host.start("rewind", 1, batches=range(1, 2), reason="spike")
+    assert (restored.step, restored.report.tier) == (1, "memory")
+    assert host.rows.take() == [4, 5], "the batch of step 2 is skipped"
+    assert host.started is not None
+    assert [image.id.step for image in host.started.images] == [1]
+    host.die()
+    restored = host.start()
+    assert (restored.step, restored.report.tier) == (1, "memory")
+    assert host.started is not None
+    assert host.started.decision.branch == 2
+
+
+def test_a_step_that_only_the_host_has_can_be_asked_for(host: Host) -> None:
+    host.start()
+    for step in (1, 2):
+        host.copy(step).slot.release()
+    host.die()
+    with pytest.raises(NotFound, match="step 7 is not in the lineage"):
+        host.start("restore", 7, must_exist=True)
+    check(host.start("restore", 1, must_exist=True), host, 1, "memory")
+    assert host.started is not None
+    assert host.started.decision.branch == host.started.number, "not the newest: a branch"
+
+
+def test_a_start_without_resume_is_refused_while_the_host_has_steps(host: Host) -> None:
+    host.start()
+    host.copy(4).slot.release()
+    host.die()
+    with pytest.raises(Misuse, match=r"holds steps up to step 4 .*resume\(\)"):
+        host.start("start")
+    assert attempts.list_claims(host.home) == [1], "it was refused before the claim"
+
+
+COPY = """
+import sys
+from pathlib import Path
+from hosts import Host
+from ckpt import image
+
+host = Host(Path(sys.argv[1]), Path(sys.argv[2]))
+host.start()
+for step in (1, 2):
+    host.copy(step).slot.release()
+
+def slowly(target, parts, places, threads):
+    target[4096:] = 7  # some of it
+    print("copying", flush=True)
+    sys.stdin.readline()  # killed here
+
+image.copy_chunks = slowly
+host.copy(3)
+"""
+
+
+def test_killed_in_the_middle_of_a_copy(host: Host) -> None:
+    """Time and again: the snapshot before is there, and takes no harm from the next try."""
+    for tried in range(2):
+        arguments = [str(host.root), str(host.place)]
+        child = subprocess.Popen(
+            [sys.executable, "-c", COPY, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            start_new_session=True,
+        )
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "copying\n"
+        finally:
+            child.kill()
+            child.communicate()
+        restored = host.start()
+        check(restored, host, 2, "memory")
+        assert not restored.report.lost, tried
+        host.die()
+        host.root.rename(host.root.with_name(f"before-{tried}"))
+
+
+# --- the host is lost afterwards ------------------------------------------------------------------
+
+
+def test_the_host_is_lost_after_a_restart_from_its_image(host: Host) -> None:
+    """Home has r, the image s > r was gone on from; then only r is there.
+
+    No step that was acknowledged at home is shadowed, and what a writer that survived publishes
+    late, between r and s, counts for nothing and is moved out of the way.
+    """
+    host.start()
+    host.to_shared(host.copy(1))
+    late = host.copy(2)
+    host.copy(3)
+    assert host.arena is not None
+    writer_line = host.started.line if host.started is not None else ()
+    kept = late.slot.buffer[: late.header.size_bytes].tobytes()
+    host.die()
+    check(host.start(), host, 3, "memory")  # attempt 2, parent step 3
+    assert host.started is not None
+    assert host.started.decision.branch == 1
+    host.copy(4)
+    host.die()
+
+    new = other_host(host)
+    try:
+        check(new.start(), new, 1, "shared")  # attempt 3
+        assert new.started is not None
+        assert (new.started.decision.kind, new.started.decision.parent) == (
+            "resume",
+            StepId(1, 1, 1),
+        )
+        # The writer of attempt 1 wakes and goes on with step 2, which it had looked up before.
+        step = StepId(2, 1, 1)
+        making = layout.making_name(1, 2, 1)
+        ckpt.commit.write_image(host.home, making, late.header, memoryview(kept))
+        part = ckpt.commit.part_of(late.header)
+        host.home.put(f"{making}/{layout.part_name(1, 0)}", part.emit())
+        marker = ckpt.commit.finish(host.home, step, [late.header])
+        ckpt.publishing.of(host.home).publish(step, marker, 1)
+        with pytest.raises(Superseded):
+            ckpt.commit.publish(host.home, step, marker, writer_line, owner=1)
+        listing = attempts.list_run(host.home)
+        assert step in listing.steps
+        assert listing.counting == [StepId(1, 1, 1)]
+        new.to_shared(new.copy(2, tag=20))
+        listing = attempts.list_run(host.home)
+        assert listing.counting == [StepId(1, 1, 1), StepId(2, 1, 3)]
+        new.die()
+        restored = new.start()
+        assert (restored.step, restored.state["tag"]) == (2, 20)
+        new.die()
+        # The first host comes back with its images: none of them counts any more.
+        restored = host.start()
+        assert (restored.step, restored.state["tag"]) == (2, 20)
+        assert restored.report.tier == "shared"
+        assert host.started is not None
+        assert host.started.images == ()
+    finally:
+        new.close()
+
+
+def test_nothing_was_on_a_shared_tier_and_the_host_is_lost(host: Host) -> None:
+    """The run begins anew; nothing of it is damaged."""
+    host.start()
+    host.copy(1).slot.release()
+    host.die()
+    check(host.start(), host, 1, "memory")
+    assert host.started is not None
+    assert host.started.decision.reason == HOST_ONLY
+    host.die()
+    new = other_host(host)
+    try:
+        assert new.start().report.fresh
+        assert new.started is not None
+        new.to_shared(new.copy(1, tag=10))
+        new.die()
+        restored = host.start()
+        assert (restored.state["tag"], restored.report.tier) == (10, "shared")
+        host.die()
+        (host.root / "branch-3").rename(host.root.with_name("gone"))
+        with pytest.raises(Damaged, match="that step is gone"):
+            host.start()
+    finally:
+        new.close()
+
+
+def test_every_combination_of_what_home_and_the_hosts_have(host: Host) -> None:
+    """Acknowledged at home: never shadowed, whatever a host had beside it."""
+    for publish_before in (0, 1, 2):
+        for publish_after in (False, True):
+            place = host.place / f"case-{publish_before}-{publish_after}"
+            case = Host(place / "run", place / "host")
+            new = other_host(case)
+            try:
+                case.start()
+                acknowledged = []
+                for step in (1, 2, 3):
+                    snap = case.copy(step)
+                    if step <= publish_before:
+                        case.to_shared(snap)
+                        acknowledged.append(step)
+                    snap.slot.release()
+                case.die()
+                assert case.start().step == 3
+                snap = case.copy(4)
+                if publish_after:  # what the second attempt saves, but not what it went on from
+                    case.to_shared(snap)
+                    acknowledged.append(4)
+                case.die()
+                restored = new.start()
+                assert restored.step == max(acknowledged, default=0), place.name
+                listing = attempts.list_run(case.home)
+                assert [s.step for s in listing.counting] == acknowledged, place.name
+                names = [(s.branch, s.step) for s in listing.steps]
+                assert len(set(names)) == len(names)
+            finally:
+                case.close()
+                new.close()
+
+
+# --- tiers that do not answer ---------------------------------------------------------------------
+
+
+def test_a_shared_tier_that_does_not_answer_is_never_taken_for_empty(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = FileStore(tmp_path / "second")
+    host.others = {"shared-2": second}
+
+    def down(prefix: str) -> Any:
+        raise StoreFailed("planted")
+
+    monkeypatch.setattr(second, "list", down)
+    with pytest.raises(StoreFailed, match="planted; shared-2 may have the newest step"):
+        host.start()
+
+
+def test_a_local_disk_that_fails_stops_only_a_fresh_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def down(self: LocalImages) -> Any:
+        raise StoreFailed("planted")
+
+    monkeypatch.setattr(LocalImages, "list", down)
+    with pytest.raises(StoreFailed, match=r"planted; no other tier .* local may have some"):
+        host.start()
+    monkeypatch.undo()
+    host.start()
+    host.copy(1).slot.release()
+    host.die()
+    monkeypatch.setattr(LocalImages, "list", down)
+    check(host.start(), host, 1, "memory")
+    assert "local did not answer: planted" in caplog.text
+
+
+def test_the_line_of_a_restart_from_an_image_counts_it() -> None:
+    decisions = {
+        1: Decision(1, "start", None, 1),
+        2: Decision(2, "resume", StepId(5, 1, 1), 1),
+    }
+    line = lineage(decisions, decisions[2])
+    assert counts(line, StepId(5, 1, 1))
+    assert not counts(line, StepId(6, 1, 1))
+    assert counts(line, StepId(6, 1, 2))
