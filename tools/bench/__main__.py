@@ -1,4 +1,4 @@
-"""The command line: `python -m tools.bench checkpoint`, `python -m tools.bench damage`."""
+"""The command line: `python -m tools.bench checkpoint`, and so on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from tools.bench.asking import WorkerFailedError, WrongValuesError, progress
 from tools.bench.cases import NAMES, cases_of
-from tools.bench.pairs import Plan, WorkerFailedError, WrongValuesError, progress
+from tools.bench.commands import interference, outage, restart, stop
+from tools.bench.pairs import Plan
 from tools.bench.sides import ORBAX, OURS, PEERS, PLAIN_ORBAX
 from tools.bench.table import console, show, to_json
 
@@ -51,7 +53,7 @@ def checkpoint(
 
     Exit codes: 0 done, 1 a side failed or restored wrong values, 2 wrong use.
     """
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     names = case or list(NAMES)
     for name in names:
         if name not in NAMES:
@@ -102,7 +104,7 @@ def damage(
     from tools.bench import damage_table
     from tools.bench.damaged_run import survey
 
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     drawn = time.time_ns() % 1_000_000 if seed is None else seed
     quiet = Console(stderr=True)
     with (
@@ -125,9 +127,8 @@ def damage(
         raise typer.Exit(1)
 
 
-def _stop(number: int, _frame: object) -> None:
-    """Ended from outside: the worker is stopped and what was written is removed, as by Ctrl-C."""
-    raise SystemExit(128 + number)
+for command in (interference, restart, outage):
+    app.command()(command)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ import xxhash
 DECAY = np.float32(1 - 2**-10)
 """What a train step multiplies every value by."""
 
+STEP_S = 0.0075
+"""What a step of `loops.Loop` is to take undisturbed."""
+
 _WIDTH = 1440  # of the model: 12 blocks of 12 leaves make 1.1 GiB
 _PER_NODE = 100  # leaves in one dict of the small-leaves cases
 

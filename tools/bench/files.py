@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+_SHARED_MEMORY = Path("/dev/shm")
 _PROBES = 64  # per file
+
+
+@contextlib.contextmanager
+def scratch(directory: Path) -> Iterator[Path]:
+    """A new directory in `directory`, removed at the end with all that is in it."""
+    place = directory / "lastgood-bench"
+    place.mkdir(parents=True)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+@contextlib.contextmanager
+def memory(place: Path) -> Iterator[Path]:
+    """A new directory in shared memory, removed at the end; where there is none, in `place`."""
+    parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else place
+    with tempfile.TemporaryDirectory(prefix="lastgood-bench-", dir=parent) as name:
+        yield Path(name)
 
 
 def tree(directory: Path) -> Iterator[Path]:

@@ -45,6 +45,20 @@ def measure(path: Path, nbytes: int) -> dict[str, float | str]:
     }
 
 
+def read_written(path: Path, nbytes: int) -> float:
+    """Seconds to read `nbytes` that were just written into fresh memory, by two threads.
+
+    Out of a file in shared memory this is the bare copy. The file is removed.
+    """
+    nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+    try:
+        np.resize(np.frombuffer(os.urandom(1 << 20), np.uint8), nbytes).tofile(path)
+        return _read(path, nbytes)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
 def _write(path: Path, source: np.ndarray) -> tuple[float, str]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     begun = time.perf_counter()

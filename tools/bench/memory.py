@@ -12,7 +12,7 @@ _INTERVAL_S = 0.02
 def pss_bytes(pid: int) -> int:
     """PSS of a process and its descendants; 0 for those that are gone."""
     total = 0
-    for each in _family(pid):
+    for each in family(pid):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss:"):
@@ -20,13 +20,14 @@ def pss_bytes(pid: int) -> int:
     return total
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
+    """A process and its descendants, as far as they are there."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 for child in (task / "children").read_text().split():
-                    found += _family(int(child))
+                    found += family(int(child))
     return found
 
 

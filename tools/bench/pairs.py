@@ -6,35 +6,22 @@ it alone, because sampling takes time from what it looks at.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench import files
+from tools.bench.asking import WrongValuesError, ask
 from tools.bench.cases import Case, truth
-from tools.bench.memory import Watch
 from tools.bench.sides import ORBAX, OURS
+from tools.bench.spreads import Spread
 from tools.bench.worker import Task
 
 FIGURES = ("blocking_s", "first_blocking_s", "durable_s", "first_durable_s", "restore_s")
 RATIOS = ("blocking_s", "durable_s", "restore_s")
-_TIMEOUT_S = 1800.0
-
-
-class WrongValuesError(Exception):
-    """A side restored something else than what was saved: its times mean nothing."""
-
-
-class WorkerFailedError(Exception):
-    """A side did not finish."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +44,6 @@ class Run:
     peak_restore_bytes: int
     pss_bytes: tuple[int, ...]
     """After each save, where the case asks for it."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, least and greatest over the pairs."""
-
-    median: float
-    least: float
-    greatest: float
-
-    @classmethod
-    def of(cls, found: Sequence[float]) -> Spread:
-        return cls(statistics.median(found), min(found), max(found))
 
 
 @dataclass(frozen=True)
@@ -184,9 +158,9 @@ class Plan:
             for side in (*self.sides[first:], *self.sides[:first]):
                 self.tell(f"{case.name}: pair {pair + 1} of {count}: {side}")
                 runs[side] = self._run(case, group, side, wanted, sampled=sampled)
-            with _scratch(self.directory) as place:
+            with files.scratch(self.directory) as place:
                 task = self._task("limits", "", case, group, place)
-                done.append((runs, _ask(task, sampled=False)[0]))
+                done.append((runs, self._ask(task, sampled=False)[0]))
         counted = done[1:] if count > 1 else done
         return Result(
             case,
@@ -202,15 +176,19 @@ class Plan:
     def _task(self, what: str, side: str, case: Case, group: str, place: Path) -> Task:
         return Task(what, side, case.name, group, self.scale, self.seed, str(place))
 
+    def _ask(self, task: Task, *, sampled: bool) -> tuple[dict[str, Any], int]:
+        what = f"{task.side} {task.what} of {task.case}"
+        return ask(task.command(), what, sampled=sampled)
+
     def _run(self, case: Case, group: str, side: str, wanted: str, *, sampled: bool) -> Run:
-        with _scratch(self.directory) as place:
+        with files.scratch(self.directory) as place:
             os.sync()  # what others wrote is not to be paid by this one
             task = self._task("save", side, case, group, place)
-            saved, save_bytes = _ask(task, sampled=sampled)
+            saved, save_bytes = self._ask(task, sampled=sampled)
             disk_bytes = files.size_bytes(place)
             cache = files.drop_cache(place)
             task = self._task("restore", side, case, group, place)
-            restored, restore_bytes = _ask(task, sampled=sampled)
+            restored, restore_bytes = self._ask(task, sampled=sampled)
         if restored["digest"] != wanted:
             raise WrongValuesError(
                 f"{side}, {case.name}: wanted values of digest {wanted}, restored "
@@ -231,40 +209,5 @@ class Plan:
         )
 
 
-@contextlib.contextmanager
-def _scratch(directory: Path) -> Iterator[Path]:
-    place = directory / "lastgood-bench"
-    place.mkdir(parents=True)
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place)
-
-
-def _ask(task: Task, *, sampled: bool) -> tuple[dict[str, Any], int]:
-    """The answer of a worker, and its peak of memory if that was asked for."""
-    child = subprocess.Popen(
-        task.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    watch = Watch(child.pid)
-    try:
-        with watch if sampled else contextlib.nullcontext():
-            output, trouble = child.communicate(timeout=_TIMEOUT_S)
-    except BaseException:
-        child.kill()
-        child.wait()
-        raise
-    if child.returncode:
-        raise WorkerFailedError(
-            f"{task.side} {task.what} of {task.case}: exit {child.returncode}\n{trouble[-4000:]}"
-        )
-    return json.loads(output.splitlines()[-1]), watch.peak_bytes
-
-
 def _maybe(spread: Spread | None) -> dict[str, float] | None:
     return None if spread is None else asdict(spread)
-
-
-def progress(text: str) -> None:
-    """A line of what is being done, for a terminal."""
-    print(text, file=sys.stderr, flush=True)

@@ -33,6 +33,10 @@ class Side(abc.ABC):
         """Returns when the save is acknowledged: it would survive a crash of the machine."""
 
     @abc.abstractmethod
+    def done(self) -> bool:
+        """Would `wait` return at once?"""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """No more saves."""
 
@@ -43,18 +47,21 @@ class Side(abc.ABC):
 
 @final
 class Lastgood(Side):
-    """This project: one shared tier."""
+    """This project: one shared tier; the writer as it comes, or in a "thread" or "process"."""
 
-    def __init__(self, directory: Path, devices: int, keep: int | None) -> None:
+    def __init__(
+        self, directory: Path, devices: int, keep: int | None, writer: str | None = None
+    ) -> None:
         import ckpt
 
         self.world = Jax(devices)
         self._directory, self._keep = directory, keep
+        self._options: dict[str, Any] = {} if writer is None else {"writer": writer}
         self._new, self._shared, self._keeps = ckpt.CheckpointManager, ckpt.Shared, ckpt.Keep
 
     def _manager(self) -> Any:
         kept = self._keeps() if self._keep is None else self._keeps(last=self._keep)
-        return self._new(self._shared(self._directory, keep=kept))
+        return self._new(self._shared(self._directory, keep=kept), **self._options)
 
     def open(self) -> None:
         self._open = self._manager()
@@ -65,6 +72,9 @@ class Lastgood(Side):
 
     def wait(self) -> None:
         self._pending.wait()
+
+    def done(self) -> bool:
+        return bool(self._pending.done())
 
     def close(self) -> None:
         self._open.close()
@@ -107,6 +117,9 @@ class Orbax(Side):
     def wait(self) -> None:
         self._open.wait_until_finished()
 
+    def done(self) -> bool:
+        return not self._open.is_saving_in_progress()
+
     def close(self) -> None:
         self._open.close()
 
@@ -142,6 +155,9 @@ class Dcp(Side):
     def wait(self) -> None:
         self._saved.result()
 
+    def done(self) -> bool:
+        return bool(self._saved.done())
+
     def close(self) -> None:
         pass
 
@@ -174,6 +190,9 @@ class Safetensors(Side):
     def wait(self) -> None:
         pass
 
+    def done(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
@@ -185,15 +204,18 @@ class Safetensors(Side):
 
 
 OURS = "lastgood"
+THREAD = "lastgood/thread"
+PROCESS = "lastgood/process"
 ORBAX = "orbax"
 PLAIN_ORBAX = "orbax, no compression"
 PEERS = ("torch dcp", "safetensors")
+_WRITERS = {OURS: None, THREAD: "thread", PROCESS: "process"}
 
 
 def side_of(name: str, directory: Path, devices: int, keep: int | None) -> Side:
     """The side of a name, for steps in `directory`."""
-    if name == OURS:
-        return Lastgood(directory, devices, keep)
+    if name in _WRITERS:
+        return Lastgood(directory, devices, keep, _WRITERS[name])
     if name in (ORBAX, PLAIN_ORBAX):
         return Orbax(directory, devices, keep, compressed=name == ORBAX)
     return Dcp(directory) if name == PEERS[0] else Safetensors(directory)

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.pairs import RATIOS, Result, Spread
+from tools.bench.pairs import RATIOS, Result
 from tools.bench.sides import OURS
+from tools.bench.spreads import Spread
 
 _PACKAGES = (
     "lastgood",
@@ -69,6 +70,11 @@ def show(results: Sequence[Result], console: Console) -> None:
     for result in results:
         _show(result, console)
     console.print(_LEGEND, highlight=False)
+    closing(console)
+
+
+def closing(console: Console) -> None:
+    """Print what the figures depend on."""
     where = environment()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     console.print(f"{where['cpus']} CPUs, Python {where['python']}, {versions}", highlight=False)
@@ -89,35 +95,35 @@ def _show(result: Result, console: Console) -> None:
         peak = max(result.peaks[side])
         table.add_row(
             side,
-            _seconds(result.spread(side, "blocking_s")),
-            _seconds(result.spread(side, "first_blocking_s")),
-            _seconds(result.spread(side, "durable_s")),
-            _seconds(result.spread(side, "restore_s")),
+            seconds(result.spread(side, "blocking_s")),
+            seconds(result.spread(side, "first_blocking_s")),
+            seconds(result.spread(side, "durable_s")),
+            seconds(result.spread(side, "restore_s")),
             _size(peak),
             _size(result.runs[side][-1].disk_bytes),
         )
     table.add_section()
     for side in result.runs:
         if side != OURS and OURS in result.runs:
-            found = {figure: _times(result.ratio(figure, side)) for figure in RATIOS}
+            found = {figure: times(result.ratio(figure, side)) for figure in RATIOS}
             row = (found["blocking_s"], "", found["durable_s"], found["restore_s"])
             table.add_row(f"{OURS} / {side}", *row, "", "")
     table.add_section()
     table.add_row(
         f"limit ({result.limits[-1]['write']})",
-        _seconds(result.limit("copy_s")),
+        seconds(result.limit("copy_s")),
         "",
-        _seconds(result.limit("write_s")),
-        _seconds(result.limit("read_s")),
+        seconds(result.limit("write_s")),
+        seconds(result.limit("read_s")),
         "",
         _size(result.case.nbytes),
     )
     table.add_row(
         f"{OURS} / limit",
-        _times(result.to_limit("blocking_s", "copy_s")),
+        times(result.to_limit("blocking_s", "copy_s")),
         "",
-        _times(result.to_limit("durable_s", "write_s")),
-        _times(result.to_limit("restore_s", "read_s")),
+        times(result.to_limit("durable_s", "write_s")),
+        times(result.to_limit("restore_s", "read_s")),
         "",
         "",
     )
@@ -133,14 +139,16 @@ def _show(result: Result, console: Console) -> None:
             )
 
 
-def _seconds(spread: Spread) -> str:
+def seconds(spread: Spread) -> str:
+    """Median and range, in the unit of the median."""
     figures = (spread.median, spread.least, spread.greatest)
     scale, unit = (1.0, "s") if spread.median >= 1 else (1e3, "ms")
     median, least, greatest = (f"{scale * figure:.3g}" for figure in figures)
     return f"{median} {unit} ({least}..{greatest})"
 
 
-def _times(spread: Spread | None) -> str:
+def times(spread: Spread | None) -> str:
+    """A ratio."""
     if spread is None:
         return ""
     return f"{spread.median:.3g} ({spread.least:.3g}..{spread.greatest:.3g})"

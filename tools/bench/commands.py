@@ -1,0 +1,139 @@
+"""Commands that measure training runs which save: what a save costs the loop, what comes back how
+fast after a kill, and what an outage of the store does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tools.bench import interference as interfering
+from tools.bench import outage as outages
+from tools.bench import restart as restarts
+from tools.bench.asking import WorkerFailedError, WrongValuesError, progress
+from tools.bench.cases import STEP_S
+from tools.bench.table import console
+
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="Where to write; default: a temporary directory.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+Scale = Annotated[float, typer.Option(min=1e-4, help="Of bytes.")]
+
+
+def interference(
+    pairs: Annotated[int, typer.Option(min=1)] = 5,
+    saves: Annotated[int, typer.Option(min=1, help="Of a process; the first is apart.")] = 4,
+    side: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(interfering.SIDES)}; may be given again."),
+    ] = None,
+    step_ms: Annotated[float, typer.Option(min=0.1, help="Of a step.")] = STEP_S * 1e3,
+    scale: Scale = 1.0,
+    as_json: AsJson = False,
+    directory: Directory = None,
+) -> None:
+    """What a save costs a training loop that donates its state, ours and Orbax in turn.
+
+    Exit codes: 0 done, 1 a side failed or restored wrong values, 2 wrong use.
+    """
+    sides = tuple(side or interfering.SIDES)
+    for name in sides:
+        if name not in interfering.SIDES:
+            raise typer.BadParameter(
+                f"wanted one of {', '.join(interfering.SIDES)}, found {name!r}"
+            )
+    with _place(directory) as place, _failures():
+        plan = interfering.Plan(
+            place, scale, pairs, saves, sides, step_s=step_ms / 1e3, tell=progress
+        )
+        _must_fit(place, (saves + 1) * plan.nbytes)
+        result = plan.measure()
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=1))
+    else:
+        interfering.show(result, console())
+
+
+def restart(
+    pairs: Annotated[int, typer.Option(min=1)] = 5,
+    scale: Scale = 1.0,
+    as_json: AsJson = False,
+    directory: Directory = None,
+) -> None:
+    """How fast a killed run goes on, from the arena, a cold local image, and a cold step.
+
+    Exit codes: 0 done, 1 a process failed or restored wrong values, 2 wrong use.
+    """
+    with _place(directory) as place, _failures():
+        plans = [
+            restarts.Plan(place, scale * each, pairs, tell=progress) for each in restarts.SCALES
+        ]
+        _must_fit(place, 4 * max(plan.nbytes for plan in plans))
+        results = [plan.measure() for plan in plans]
+    if as_json:
+        typer.echo(json.dumps(restarts.to_json(results), indent=1))
+    else:
+        restarts.show(results, console())
+
+
+def outage(
+    away_s: Annotated[float, typer.Option(min=0.1, help="Seconds without the store.")] = 30.0,
+    before_s: Annotated[float, typer.Option(min=0.1, help="Before it, and once more after.")] = 5.0,
+    save_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two saves.")] = 1.0,
+    scale: Scale = 1.0,
+    as_json: AsJson = False,
+    directory: Directory = None,
+) -> None:
+    """A run whose shared store goes away while it trains, with a local tier before it.
+
+    Exit codes: 0 everything due is in place, 1 it is not, or the run stopped, 2 wrong use.
+    """
+    with _place(directory) as place, _failures():
+        plan = outages.Plan(place, scale, away_s, before_s, save_s, tell=progress)
+        _must_fit(place, plan.needed_bytes)
+        result = plan.measure()
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=1))
+    else:
+        outages.show(result, console())
+    if not result.is_in_place:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _place(directory: Path | None) -> Iterator[Path]:
+    """A directory of our own, removed at the end, also when we are told to stop."""
+    signal.signal(signal.SIGTERM, stop)
+    place = Path(tempfile.mkdtemp(prefix="lastgood-bench-", dir=directory))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (WrongValuesError, WorkerFailedError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def _must_fit(place: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise typer.BadParameter(f"{place}: wanted {needed_bytes} bytes free, found {free}")
+
+
+def stop(number: int, _frame: object) -> None:
+    """Ended from outside: the worker is stopped and what was written is removed, as by Ctrl-C."""
+    raise SystemExit(128 + number)
