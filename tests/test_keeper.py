@@ -265,6 +265,24 @@ def test_late_metrics_decide(watched: Watched, home: FileStore) -> None:
     assert place.there == {StepId(5, 1, 2), StepId(6, 1, 2)}
 
 
+def test_another_attempt_may_have_measured_meanwhile(watched: Watched, home: FileStore) -> None:
+    place = Held(Keep(best=Best("eval")), [one(1), one(2)])
+    for number in (1, 2, 3):
+        home.put(layout.claim_name(number), b"")
+    keeper = begun(watched, home, {"shared": place})
+    keeper.note(log.measured(one(2), {"eval": 2}).to_json())
+    place.queued = {one(1)}
+    keeper.saved("shared", one(2), {})
+    assert keeper.settle(WAIT_S)
+    home.append(layout.log_name(2), log.emit(log.measured(one(1), {"eval": 1}).to_json()))
+    place.there.add(StepId(3, 1, 3))
+    place.queued.clear()
+    keeper.begin(3, (Reach(3, 1, 2, None), Reach(1, 1, -1, 2)))
+    keeper.saved("shared", StepId(3, 1, 3), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(1), StepId(3, 1, 3)}
+
+
 # --- troubles ------------------------------------------------------------------------------------
 
 
@@ -301,6 +319,38 @@ def test_who_is_superseded_is_told_once_and_stops(watched: Watched, home: FileSt
     keeper.saved("shared", one(3), {})
     assert keeper.settle(WAIT_S)
     assert place.there == {one(3)}
+
+
+def test_who_has_begun_anew_meanwhile_is_not_superseded(watched: Watched, home: FileStore) -> None:
+    """The newer attempt that the deletion found was the one that has begun here."""
+    place = Held(Keep(last=1), [one(1), one(2)])
+    place.gate.clear()
+    place.fails[one(1)] = Superseded("attempt 2")
+    keeper = begun(watched, home, {"shared": place})
+    keeper.saved("shared", one(2), {})
+    assert place.entered.wait(WAIT_S)
+    keeper.begin(2, (Reach(2, 1, 2, None), *LINE))
+    place.gate.set()
+    assert keeper.settle(WAIT_S)
+    assert watched.failed == []
+    place.fails.clear()
+    keeper.saved("shared", one(2), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(2)}
+
+
+def test_metrics_that_are_in_no_log_yet_decide(watched: Watched, home: FileStore) -> None:
+    class ReadOnly(Unreachable):
+        def append(self, key: str, data: bytes) -> None:
+            raise StoreFailed("quota")
+
+    home.put(layout.claim_name(1), b"")
+    place = Held(Keep(best=Best("eval")), [one(1), one(2), one(3)])
+    keeper = begun(watched, ReadOnly(home), {"shared": place})
+    keeper.note(log.measured(one(1), {"eval": 1}).to_json())
+    keeper.saved("shared", one(3), {})
+    assert keeper.settle(WAIT_S)
+    assert place.there == {one(1), one(3)}
 
 
 def test_what_nobody_expects_is_told_and_the_thread_goes_on(
