@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ckpt.run import Run as Run
     from ckpt.spike import SpikeGuard as SpikeGuard
     from ckpt.spike import TooManyRewinds as TooManyRewinds
+    from ckpt.status import Status as Status
+    from ckpt.tiers import Local as Local
+    from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Shared as Shared
     from ckpt.verification import verify as verify
 
@@ -52,7 +55,8 @@ _HOMES = {
     "retention": "Best Keep",
     "run": "Run",
     "spike": "SpikeGuard TooManyRewinds",
-    "tiers": "Shared",
+    "status": "Status",
+    "tiers": "Local Memory Shared",
     "verification": "verify",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

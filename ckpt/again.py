@@ -6,18 +6,19 @@ only leaves whose chunks were cut otherwise, as under another sharding, are read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt import leaves, snapshot, tree
 from ckpt.arena import Arena
-from ckpt.errors import AlreadyExists, Misuse
+from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound
 from ckpt.fit import EXACT, Fit
 from ckpt.image import Header
 from ckpt.leaves import LeafSpec
 from ckpt.lineage import StepId
-from ckpt.pending import TIER, Pending
+from ckpt.pending import Pending
 from ckpt.reader import Template, load
 from ckpt.specs import ArraySpec
 from ckpt.steps import open_step
@@ -25,6 +26,7 @@ from ckpt.store import Store
 from ckpt.tree import Flat
 
 Json = Any
+T = TypeVar("T")
 _NAMED = 20
 """So many leaves are named in an error."""
 
@@ -52,14 +54,18 @@ class Newest:
     pending: Pending | None = None
     """None: it was restored."""
     held: Held | None = None
+    meta: dict[str, Json] | None = None
+    """Of the image that was written; None: it was restored."""
+    stores: Sequence[Store] = ()
+    """Where it can be read, the nearest first: slots are used again."""
 
     def again(
         self,
         step: int,
         state: Any,
-        store: Store,
         arena: Arena,
         plan: snapshot.SnapshotPlan | None,
+        tiers: Sequence[str],
     ) -> tuple[Pending, snapshot.SnapshotPlan | None]:
         """The Pending of this step, for one who saves it again; and the plan of the snapshot.
 
@@ -81,10 +87,10 @@ class Newest:
                 return self.pending, plan
         # Each process compares what it wrote. They do not settle it together: after a failure of
         # one of them, the same call can be the first for one process and the second for another.
-        plan = Written(store, self.id, self.held).must_be(state, arena, plan)
+        plan = Written(self.stores, self.id, self.held).must_be(state, arena, plan)
         if self.pending is not None:
             return self.pending, plan
-        pending = Pending(step, (TIER,))
+        pending = Pending(step, tiers)
         pending.finish()
         return pending, plan
 
@@ -93,10 +99,11 @@ class Newest:
 class Written:
     """A step and the state that may be the one in it."""
 
-    store: Store
+    stores: Sequence[Store]
+    """The nearest first; the last is the home of the run."""
     step: StepId
     held: Held | None
-    """None: to be read from the store."""
+    """None: to be read from a store."""
 
     def must_be(
         self, state: Any, arena: Arena, plan: snapshot.SnapshotPlan | None
@@ -108,25 +115,33 @@ class Written:
             Damaged, Misuse, StoreFailed, Unsupported.
         """
         flat = tree.flatten(state, known=None if plan is None else plan.outline)
+        # Before the snapshot, which may take the very slot.
+        held = self.held or (self._from_any(_held) if self.step.attempt else None)
         taken = snapshot.take(flat, arena, {}, previous=plan)
         taken.slot.release()
         lines: list[str] = []
         unsure = [spec.name for spec in flat.specs]
-        if self.step.attempt:
-            held = self.held or _held(self.store, self.step)
+        if held is not None:
             lines, unsure = compare(held, flat, taken.header)
         if not lines and unsure:
             lines = self._read(state, unsure, flat, taken, arena)
         if lines:
             more = len(lines) - _NAMED
             raise AlreadyExists(
-                f"{self.store.location}: step {self.step.step} is saved already, and holds other "
-                "values than this state; it stays as it is, and this state was not saved: give it "
-                "a later step number"
+                f"{self.stores[-1].location}: step {self.step.step} is saved already, and holds "
+                "other values than this state; it stays as it is, and this state was not saved: "
+                "give it a later step number"
                 + "".join(f"\n  {line}" for line in lines[:_NAMED])
                 + (f"\n  and {more} more" if more > 0 else "")
             )
         return taken.plan
+
+    def _from_any(self, read: Callable[[Store, StepId], T]) -> T:
+        """What the nearest store gives that still has the step."""
+        for store in self.stores[:-1]:
+            with contextlib.suppress(Damaged, NotFound):
+                return read(store, self.step)
+        return read(self.stores[-1], self.step)
 
     def _read(
         self,
@@ -139,7 +154,8 @@ class Written:
         """The leaves `names`, read as the state has them, against the state."""
         wanted = set(names)
         fit = Fit(partial=wanted.__contains__) if self.step.attempt else EXACT
-        found = load(self.store, self.step, Template(state, fit)).state
+        template = Template(state, fit)
+        found = self._from_any(lambda store, step: load(store, step, template)).state
         theirs = snapshot.take(tree.flatten(found), arena, {}, previous=taken.plan)
         theirs.slot.release()
         lines, unsure = compare(Held(flat.specs, [taken.header]), flat, theirs.header)

@@ -44,6 +44,10 @@ _log = logging.getLogger("ckpt")
 _POLL_S = 0.02
 
 
+class NoFreeSlot(StoreFailed):
+    """All slots are held, and none was released in time."""
+
+
 class Slot:
     """A slot in the hands of a holder, until `release`; its bytes stay until the next claim."""
 
@@ -169,6 +173,12 @@ class Arena:
                 raise
             return Slot(self, number, mapping)
 
+    @property
+    def free(self) -> int:
+        """How many slots nobody of this process holds."""
+        with self._free:
+            return len(self._next())
+
     def _take(self, end: float | None, timeout_s: float | None) -> int:
         """Hold the slot that is next in turn and that nobody reads."""
         with self._free:
@@ -188,7 +198,7 @@ class Arena:
                     continue
                 left_s = None if end is None else end - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    raise StoreFailed(
+                    raise NoFreeSlot(
                         f"{self.directory}: none of {counted(self.slots, 'slot')} came free "
                         f"within {timeout_s} s: "
                         "earlier snapshots are still being written; give more slots, or save less "

@@ -81,9 +81,19 @@ class Sources:
 
 
 def look(
-    home: Store, others: Mapping[str, Store], hosted: Hosted, process: tuple[int, int]
+    home: Store,
+    others: Mapping[str, Store],
+    hosted: Hosted,
+    process: tuple[int, int],
+    kept_in_memory: int = 0,
 ) -> Sources:
-    """List all tiers. `process`: whose images these are, and how many processes there are.
+    """List all tiers.
+
+    Args:
+        process: whose images these are, and how many processes there are.
+        kept_in_memory: so many of the newest snapshots are steps in any case. Of the others those
+            are that no durable tier has anything as new as, and copies of what such a tier has: a
+            slot that was not used again yet must not bring back what was deleted.
 
     Raises:
         StoreFailed: a Shared tier did not answer: what it holds may be newer than all else.
@@ -101,6 +111,10 @@ def look(
     ours = hosted
     if hosted.images or hosted.damaged:
         ours = hosted.counting(listing.lineage, listing.decisions, *process)
+        durable = {*listing.steps, *(step for _, steps in found.values() for step in steps)}
+        durable |= {image.id for image in ours.images if image.slot is None}
+        newest = max(counting(listing.lineage, durable), default=None)
+        ours = ours.without_spent(kept_in_memory, durable, newest)
     return Sources(home, listing, found, ours, process[1] == 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never, final
@@ -74,6 +74,20 @@ class Hosted:
             tuple(each for each in self.damaged if counts(line, each.id)),
             self.silent,
         )
+
+    def without_spent(
+        self, kept: int, durable: Collection[StepId], newest: StepId | None
+    ) -> Hosted:
+        """Without snapshots in memory that have served: none of the `kept` newest, older than the
+        `newest` step of the durable tiers, and in none of them."""
+        memory = sorted((each.id for each in self.images if each.slot is not None), reverse=True)
+        spent = {
+            step
+            for step in memory[kept:]
+            if step not in durable and newest is not None and step.step < newest.step
+        }
+        images = tuple(each for each in self.images if each.slot is None or each.id not in spent)
+        return Hosted(images, self.damaged, self.silent)
 
 
 def is_of_run(header: Header, decisions: Mapping[int, Decision]) -> bool:

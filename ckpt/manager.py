@@ -12,33 +12,29 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
 
-from ckpt import attempts, commit, snapshot, states, tree
+import jax
+
+from ckpt import attempts, candidates, commit, keeping, log, mirrors, snapshot, states, tree
+from ckpt.acks import matter_of
 from ckpt.again import Held, Newest
-from ckpt.arena import Arena
-from ckpt.arguments import check_step_number, must_be
-from ckpt.belongings import Belongings, wait_until_gone
+from ckpt.arguments import check_step_number, must_be, whole_number
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
 from ckpt.fit import EXACT, Fit
-from ckpt.keeper import Keeper
 from ckpt.lineage import StepId, choose
 from ckpt.loading import DEFAULT, Loading
+from ckpt.manifest import read_manifest
 from ckpt.meta import Notes, meta_of
-from ckpt.owning import default_directory, remove_stale
-from ckpt.pending import TIER, Background, Pending
+from ckpt.pending import Background, Pending
 from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
-from ckpt.reader import (
-    MISSING,
-    Reader,
-    Restored,
-    check_how,
-)
+from ckpt.reader import MISSING, Reader, Restored, check_how
 from ckpt.retention import Best
+from ckpt.saves import Saves, WriterKind
 from ckpt.start import Start, Started, Wish, batches_of
+from ckpt.status import Status
 from ckpt.store import Store, open_store
-from ckpt.tiers import Shared
-from ckpt.writer import Job, Writer, matter_of
+from ckpt.tiers import Tier, Tiers
 
 Json = Any
 P = ParamSpec("P")
@@ -67,41 +63,57 @@ class CheckpointManager:
     host for a run; a newer one elsewhere supersedes this one.
 
     Args:
-        tier: where steps go; a path stands for `Shared(path)`.
-        slots: snapshots that may be in memory at a time. With 2, a save is copied while the one
-            before is still being written.
+        tiers: where steps go, the nearest first: `Memory`, `Local`, `Shared`; a path stands for
+            `Shared(path)`. The first Shared one is the home of the run, with its records.
+        slots: snapshots that may be in memory at a time: by default 2, so that a save is copied
+            while the one before is still being written, and what Memory keeps beside.
         arena: directory of the slots; by default a private one in /dev/shm.
+        writer: "process", one that outlives this one and finishes what lies in the arena, also
+            when this one is told to end (SIGTERM) or is killed; or "thread", which ends with it.
+        busy: what a save does that finds no free slot: "wait" for one, or "skip" this save, in all
+            processes; a save with `force` waits.
         timeout_s: how long to wait for another process before it is named as failed. When one dies,
             JAX ends the others, by default after 100 s: only a shorter time is heard of here.
     """
 
     def __init__(
         self,
-        tier: Shared | str | os.PathLike[str],
-        *,
-        slots: int = 2,
+        *tiers: Tier | str | os.PathLike[str],
+        slots: int | None = None,
         arena: str | os.PathLike[str] | None = None,
+        writer: WriterKind = "process",
+        busy: Literal["wait", "skip"] = "wait",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.tier = tier if isinstance(tier, Shared) else Shared(tier)
-        # The writer's thread must not hold the manager, or it would never be collected.
-        self._background = Background()
-        self._store: Store = open_store(self.tier.location)
+        self.tiers = Tiers.of(tiers)
+        _check_options(slots, writer, busy)
+        self._busy = busy
+        self._stores: dict[str, Store] = {
+            name: open_store(tier.location) for name, tier in self.tiers.shared.items()
+        }
+        self._store = self._stores["shared"]
+        self._others = {n: store for n, store in self._stores.items() if n != "shared"}
         self._reader = Reader(self._store)
-        self._keeper = Keeper(self._store, self.tier.keep, self._background.unheard.append)
+        # The writer's threads must not hold the manager, or it would never be collected.
+        self._background = Background()
         self._processes: Processes = of_run(self._store.location)
         self._timeout_s = timeout_s
-        self._slots = slots
-        self._arena_directory = Path(arena) if arena is not None else None
-        self._arena: Arena | None = None
-        self._writer: Writer | None = None
+        self._saves = Saves(
+            self.tiers,
+            self._stores,
+            self._processes,
+            self._background,
+            slots=self.tiers.least_slots if slots is None else slots,
+            arena=Path(arena) if arena is not None else None,
+            writer=writer,
+            timeout_s=timeout_s,
+        )
         self._calls = 0
         """Numbers what this manager settles with its peers: all processes make the same calls."""
         self._held: int | None = None
         """The newest attempt that this manager has claimed."""
         self._attempt: Started | None = None
         """That attempt, once it has decided."""
-        self._plan: snapshot.SnapshotPlan | None = None
         self._last: Newest | None = None
         """Newest step saved or restored by this attempt."""
         self._superseded: Superseded | None = None
@@ -110,9 +122,8 @@ class CheckpointManager:
         self._ended = False
         """Whether nothing is held any more."""
         self._lock = threading.RLock()
-        """Held by every call that changes something; never by the writer's thread."""
-        self._belongings = Belongings(self.location, self._processes, self._background)
-        self._collected = weakref.finalize(self, self._belongings.let_go)
+        """Held by every call that changes something; never by the writer's threads."""
+        self._collected = weakref.finalize(self, self._saves.let_go)
         self._collected.atexit = False
         # A trainer that ends without close() must not lose its last save.
         atexit.register(_close_quietly, weakref.ref(self))
@@ -140,23 +151,32 @@ class CheckpointManager:
     # --- looking --------------------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
-        """Committed steps of the lineage, ascending."""
-        return self._reader.all_steps()
+        """The steps of the lineage that can be gone on from, in any tier, ascending."""
+        process = (self._processes.index, self._processes.count)
+        found = candidates.look(
+            self._store, self._others, self._saves.host_images(), process, self.tiers.kept_in_memory
+        )
+        return sorted({step.step for step in found.counting})
 
     def latest_step(self) -> int | None:
-        """The newest committed step of the lineage."""
-        return self._reader.latest_step()
+        """The newest of `all_steps`."""
+        return max(self.all_steps(), default=None)
 
     def best_step(self, policy: Best | None = None) -> int | None:
-        """The best step by `policy`, or by that of the tier's `keep`."""
-        policy = policy or self.tier.keep.best
+        """The best step of the run's home by `policy`, or by that of a tier's `keep`."""
+        policies = [tier.keep.best for tier in self.tiers.shared.values()]
+        policy = policy or next((each for each in policies if each is not None), None)
         if policy is None:
             raise Misuse("best_step: no metric; give Best('loss'), or Keep(best=...) to the tier")
         return self._reader.best_step(policy)
 
     def should_save(self, step: int) -> bool:
         """Would `save` save this step?"""
-        return check_step_number(step) % self.tier.every == 0
+        return bool(self.tiers.due(check_step_number(step)))
+
+    def status(self) -> Status:
+        """How the tiers and the writer are doing: what is where, what fails, what waits."""
+        return self._saves.status(self._held)
 
     # --- starting -------------------------------------------------------------------------
 
@@ -198,6 +218,7 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
+        branch: int | None = None,
         like: Any = MISSING,
         data: Any = None,
         fit: Fit = EXACT,
@@ -209,6 +230,8 @@ class CheckpointManager:
         on from `step`, even if nothing is saved after it. To look at a step, use `ckpt.restore`.
 
         Args:
+            branch: of the step, also one that was left, where `step` alone names the one of the
+                lineage.
             fit: what may differ between `like` and what was saved.
             loading: memory and threads, and whether the memory of `like` is let go first.
 
@@ -216,13 +239,23 @@ class CheckpointManager:
         """
         number = None if step is None else check_step_number(step)
         return self._start(
-            Wish("restore", number, like, data, must_exist=True, fit=fit, loading=loading)
+            Wish(
+                "restore",
+                number,
+                like,
+                data,
+                branch=_check_branch(branch, step),
+                must_exist=True,
+                fit=fit,
+                loading=loading,
+            )
         )
 
     def rewind(
         self,
         to: int,
         *,
+        branch: int | None = None,
         skip_steps: range | None = None,
         skip_batches: range | None = None,
         reason: str = "",
@@ -234,6 +267,7 @@ class CheckpointManager:
         """Go back to step `to` on a branch of its own, and never serve some batches again.
 
         Args:
+            branch: of step `to`, also one that was left; by default the lineage is gone back.
             skip_steps: half-open range of steps, as the newest attempt counted them; step s used
                 the batch that made it step s.
             skip_batches: half-open range of batches counted from 0; batch b made step b + 1.
@@ -257,6 +291,7 @@ class CheckpointManager:
                 to,
                 like,
                 data,
+                branch=_check_branch(branch, to),
                 must_exist=True,
                 batches=batches,
                 reason=reason,
@@ -268,33 +303,50 @@ class CheckpointManager:
     @_one_at_a_time
     def _start(self, wish: Wish) -> Restored:
         check_how(wish.fit, wish.loading)  # before anything is claimed
-        with self._matter() as matter:
+        with jax.profiler.TraceAnnotation("ckpt.restore"), self._matter() as matter:
             self._must_be_open()
             self._finish_attempt()
-            self._own_arena()
-            start = Start(self._store, matter, self._held, self._now_holds)
+            self._saves.own_arena()
+            self._agree_on_records()
+            start = Start(
+                self._store,
+                matter,
+                self._held,
+                self._now_holds,
+                host=self._saves.host_images,
+                others=self._others,
+                kept_in_memory=self.tiers.kept_in_memory,
+            )
             self._attempt = started = start.run(wish)
+        self._saves.begin(started)
         restored = started.restored
         self._last = None
         source = restored.report.source
         if source is not None:
-            saved = self._data_of(source, started.number)
+            saved = self._data_of(started, source)
             if wish.load_values:
                 states.note_left_out(saved, wish.data, f"{self.location}: step {source.step}")
             dropped = wish.data is not None and not states.named(wish.data)
             named = () if dropped else tuple(saved)
-            self._last = Newest(source, states.take(wish.data), named)
+            self._last = Newest(
+                source, states.take(wish.data), named, stores=(started.source, self._store)
+            )
         nbytes = restored.report.bytes_needed or snapshot.about_bytes(restored.state)
-        if self._arena is not None and nbytes:
-            self._arena.prepare(nbytes)  # while the train step is compiled
+        self._saves.prepare(nbytes)  # while the train step is compiled
         return restored
 
-    def _data_of(self, step: StepId, owner: int) -> Mapping[str, Json]:
+    def _agree_on_records(self) -> None:
+        """A home that was lost gets its records back from a further Shared tier."""
+        if self._processes.index == 0 and self._others and not attempts.list_claims(self._store):
+            for store in self._others.values():
+                mirrors.copy_records(store, self._store)
+
+    def _data_of(self, started: Started, step: StepId) -> Mapping[str, Json]:
         """The states of iterators that a step has."""
         try:
-            return self._reader.manifest(step).data if step.attempt else {}
+            return read_manifest(started.source, step).data if step.attempt else {}
         except (NotFound, Damaged):
-            attempts.look(self._store, owner)  # whoever took over may have deleted it
+            attempts.look(self._store, started.number)  # whoever took over may have deleted it
             raise
 
     def _now_holds(self, number: int) -> None:
@@ -350,61 +402,106 @@ class CheckpointManager:
         with self._peers_told(step):
             self._note_superseded()
             self._must_be_open()
-            if not force and not self.should_save(step):
+            tiers = tuple(self.tiers) if force else self.tiers.due(step)
+            if not tiers:
                 return None
             self._begin()
             again = self._last is not None and step <= self._last.id.step
-            if not again:
-                pending = self._save(step, state, data, Notes(metrics, extra, guard))
+            pending = None
+            if not again and (force or self._has_room(step)):
+                pending = self._save(step, state, data, Notes(metrics, extra, guard), tiers)
         if again:
             # Peers are not told: they may be in the middle of the save of this very step.
-            pending = self._saved_already(step, state)
+            pending = self._saved_already(step, state, tiers)
         self._raise_background_errors([other for other in earlier if other is not pending])
         return pending
 
+    def _has_room(self, step: int) -> bool:
+        """Whether to save at all, where saves do not wait for slots: one answer for the run."""
+        if self._busy == "wait":
+            return True
+        here = self._saves.has_room()
+        if self._processes.count > 1:
+            with self._matter() as matter:
+                here = all(matter.gather("room", here))
+        if not here:
+            self._saves.skipped += 1
+            self._saves.note({"event": "skipped", "step": step})
+            _log.warning("%s: step %d is not saved: no slot is free", self.location, step)
+        return here
+
     def _save(
-        self,
-        step: int,
-        state: Any,
-        data: Any,
-        notes: Notes,
+        self, step: int, state: Any, data: Any, notes: Notes, tiers: Sequence[str]
     ) -> Pending:
         begun = time.monotonic()
         attempt = self._begin()
-        if self._last is not None:
-            states.must_go_on(self._last.named, data, f"{self.location}: step {step}")
-        taken = states.take(data)
-        if self._last is not None and self._last.data:
-            states.check_moved(data, self._last.data, taken, step - self._last.id.step, step)
-        known = None if self._plan is None else self._plan.outline
-        flat = tree.flatten(state, known=known)
-        step_id = StepId(step, attempt.decision.branch, attempt.number)
-        meta = meta_of(step_id, attempt.decision, taken, notes, self._processes)
-        assert self._arena is not None
-        taken_snapshot = snapshot.take(flat, self._arena, meta, previous=self._plan)
-        self._plan = taken_snapshot.plan
-        pending = Pending(step, (TIER,))
-        figures = {"blocking_s": round(time.monotonic() - begun, 6)}
-        self._own_writer().submit(
-            Job(
-                step_id,
-                taken_snapshot.slot,
-                taken_snapshot.header,
-                attempt.line,
+        with jax.profiler.TraceAnnotation("ckpt.save"):
+            if self._last is not None:
+                states.must_go_on(self._last.named, data, f"{self.location}: step {step}")
+            taken = states.take(data)
+            if self._last is not None and self._last.data:
+                moved = step - self._last.id.step
+                states.check_moved(data, self._last.data, taken, moved, step)
+            known = None if self._saves.plan is None else self._saves.plan.outline
+            flat = tree.flatten(state, known=known)
+            id = StepId(step, attempt.decision.branch, attempt.number)
+            meta = meta_of(id, attempt.decision, taken, notes, self._processes)
+            pending, held = self._saves.save(id, flat, meta, tiers, begun)
+            self._last = Newest(
+                id,
+                taken,
+                tuple(taken),
                 pending,
-                figures,
+                Held(flat.specs, [held.header], flat.structure),
+                meta,
+                (self._store,),
             )
-        )
-        self._background.pendings.append(pending)
-        held = Held(flat.specs, [taken_snapshot.header], flat.structure)
-        self._last = Newest(step_id, taken, tuple(taken), pending, held)
         return pending
 
-    def _saved_already(self, step: int, state: Any) -> Pending:
-        assert self._last is not None
-        assert self._arena is not None
-        pending, self._plan = self._last.again(step, state, self._store, self._arena, self._plan)
+    def _saved_already(self, step: int, state: Any, tiers: Sequence[str]) -> Pending:
+        last = self._last
+        assert last is not None
+        assert self._saves.arena is not None
+        pending, self._saves.plan = last.again(
+            step, state, self._saves.arena, self._saves.plan, tiers
+        )
+        missing = [tier for tier in tiers if tier not in pending.tiers]
+        if missing and last.meta is not None and pending.error is None:
+            flat = tree.flatten(
+                state, known=None if self._saves.plan is None else self._saves.plan.outline
+            )
+            self._saves.extend(last.id, flat, last.meta, missing, pending)
         return pending
+
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics of a step that were not known when it was saved, such as those of an evaluation.
+
+        They go into the log of this attempt, in the background, and count as if they had been saved
+        with the step: for `Keep(best=)`, `best_step` and the command line. A later one of the same
+        name wins.
+
+        Raises:
+            NotFound: no such step in the lineage.
+            Misuse: no numbers by name.
+        """
+        step = check_step_number(step)
+        with self._lock:
+            self._must_be_open()
+            attempt = self._begin()
+            if self._last is not None and self._last.id.step == step:
+                id = self._last.id
+            else:
+                found = choose(attempt.line, self._reader.listing().steps, step)
+                assert found is not None
+                id = found
+            self._saves.note(log.measured(id, metrics).to_json())
+
+    def note(self, event: Mapping[str, Json]) -> None:
+        """A line of the trainer's own for the log of the attempt; "event" says what it is."""
+        with self._lock:
+            self._must_be_open()
+            self._begin()
+            self._saves.note(states.as_json(dict(event), "event"))
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""
@@ -429,12 +526,16 @@ class CheckpointManager:
     def _delete(self, step: int, attempt: Started) -> None:
         found = choose(attempt.line, self._reader.listing().steps, step)
         assert found is not None
-        if why := self._keeper.why_kept(found, attempt.line):
+        if why := keeping.why_kept(self._store, attempt.line, found):
             raise Misuse(f"step {step} {why}")
         commit.delete_step(self._store, found, owner=attempt.number)
 
     def close(self) -> None:
-        """Finish all saves and let go of the arena. Raises what nobody was told yet."""
+        """Finish all saves and let go of the arena. Raises what nobody was told yet.
+
+        What is only in memory goes to the durable tiers; if they will not have it, the arena stays
+        for the next start on this host.
+        """
         self._close("it closed its manager")
 
     @_one_at_a_time
@@ -443,14 +544,12 @@ class CheckpointManager:
             return
         self._closed = True
         # Interrupted here, it is closed to its user, and another call goes on with the rest.
-        if self._writer is not None:
-            self._writer.close()
+        self._saves.close()
         try:
             if self._calls:
                 self._processes.leave(why)
         finally:
-            if self._arena is not None:
-                self._arena.close(remove=True)
+            self._saves.free_arena()
         self._collected.detach()
         self._ended = True
         self._raise_background_errors()
@@ -475,37 +574,9 @@ class CheckpointManager:
 
     # --- the background ---------------------------------------------------------------------
 
-    def _own_arena(self) -> None:
-        """The lock that keeps a second live manager on this host away."""
-        if self._arena is None:
-            place = self._arena_directory
-            if place is None:
-                place = default_directory(self.location, self._processes.index)
-                for stale in remove_stale(place.parent):
-                    _log.info("freed %d bytes of a dead run at %s", *_freed(stale))
-            wait_until_gone(place)
-            self._arena = Arena(place, owner={"run": self.location}, slots=self._slots)
-            self._belongings.arena = self._arena
-
-    def _own_writer(self) -> Writer:
-        if self._writer is None:
-            self._writer = Writer(
-                self._store,
-                self._processes,
-                self._keeper.saved,
-                self._keeper.lost,
-                self._background.unheard.append,
-                timeout_s=self._timeout_s,
-                compression=self.tier.compression,
-            )
-            self._belongings.writer = self._writer
-        return self._writer
-
     def _finish_attempt(self) -> None:
         """Before another attempt: what is in flight belongs to the old one."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._saves.settle()
         self._raise_background_errors()
         self._background.pendings.clear()
 
@@ -536,5 +607,21 @@ def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
             _log.exception("%s: a save failed and nobody asked for it", manager.location)
 
 
-def _freed(stale: Any) -> tuple[int, Path]:
-    return stale.size_bytes, stale.directory
+def _check_options(slots: Any, writer: Any, busy: Any) -> None:
+    if slots is not None:
+        whole_number(slots, "CheckpointManager: slots")
+    for name, value, wanted in (
+        ("writer", writer, ("process", "thread")),
+        ("busy", busy, ("wait", "skip")),
+    ):
+        if value not in wanted:
+            text = " or ".join(map(repr, wanted))
+            raise Misuse(f"CheckpointManager: {name}: wanted {text}, found {value!r}")
+
+
+def _check_branch(branch: Any, step: int | None) -> int | None:
+    if branch is None:
+        return None
+    if step is None:
+        raise Misuse("branch: give the step, too: its number on that branch")
+    return whole_number(branch, "branch", least=0)

@@ -19,7 +19,6 @@ from ckpt.preemption import Preemption
 from ckpt.processes import TIMEOUT_S, Alone, Processes
 from ckpt.spike import GuardState, Rewind, SpikeGuard
 from ckpt.step_times import Inflation, Stopwatch
-from ckpt.tiers import Tiers
 
 if TYPE_CHECKING:
     from ckpt.manager import CheckpointManager, Pending, Restored
@@ -170,8 +169,7 @@ class Run:
 
     def _must_be_able_to_rewind(self, guard: SpikeGuard) -> None:
         """Better refused now than when the loss spikes."""
-        tiers = getattr(self._manager, "tiers", None)
-        spike.must_be_served(guard, tiers or Tiers.of([self._manager.tier]))
+        spike.must_be_served(guard, self._manager.tiers)
         if not isinstance(self._data, states.Skipping):
             raise Misuse(
                 f"Run.data: {type(self._data).__name__} cannot skip batches (no `batch_size`, "

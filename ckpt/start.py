@@ -109,6 +109,8 @@ class Start:
     """What the arena and the Local tiers of this process hold."""
     others: Mapping[str, Store] = field(default_factory=dict)
     """The further Shared tiers by name."""
+    kept_in_memory: int = 0
+    """So many of the newest snapshots in the arena are steps in any case."""
 
     def run(self, wish: Wish) -> Started:
         """Raises NotFound, Damaged, Mismatch, Misuse, StoreFailed, PeerFailed, Superseded.
@@ -178,7 +180,7 @@ class Start:
 
     def _look(self) -> Sources:
         process = (self.matter.index, self.matter.count)
-        return candidates.look(self.store, self.others, self.host(), process)
+        return candidates.look(self.store, self.others, self.host(), process, self.kept_in_memory)
 
     def _sources(self, number: int) -> Sources:
         """All tiers, once the images of several processes have become a step."""

@@ -183,7 +183,12 @@ class Tiers:
     @property
     def least_slots(self) -> int:
         """Of the arena: one to copy into while another is written out, and what memory keeps."""
-        return 2 + (0 if self.memory is None else self.memory.keep.last or 1)
+        return 2 + self.kept_in_memory
+
+    @property
+    def kept_in_memory(self) -> int:
+        """How many of the newest snapshots stay in memory."""
+        return 0 if self.memory is None else self.memory.keep.last or 1
 
     def due(self, step: int) -> tuple[str, ...]:
         """Names of the tiers that save a step."""

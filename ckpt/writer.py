@@ -1,208 +1,427 @@
-"""The loop that turns snapshots into committed steps, in a thread of its own.
+"""The writer: brings snapshots into the durable tiers, in a thread or in a process of its own.
 
-A job is a filled slot. Its way: image durable -> part durable -> (process 0: all parts there ->
-small files -> publish -> retention). No jax here: the same loop can run in another process.
+One thread takes what it is told and looks after the others; each durable tier has a lane, a thread
+that works off the jobs for it in order. So a store that is down or does not answer holds up neither
+the other tiers nor, if there is a Local tier, a slot. No jax here.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from collections.abc import Callable, Collection, Mapping
+from typing import final
 
-from ckpt import attempts, commit, layout, publishing
-from ckpt.errors import (
-    NotFound,
-    PeerFailed,
-    StoreFailed,
+from ckpt import commit, lanes, log
+from ckpt.course import Course
+from ckpt.deliveries import Depot, ToLocal, ToShared
+from ckpt.disk import WINDOW_BYTES
+from ckpt.errors import Damaged, Misuse, StoreFailed, Superseded
+from ckpt.housekeeping import Keeping, MakeKeeper, make_keeper
+from ckpt.lanes import Delivery, Figures, Lane
+from ckpt.lineage import Lineage, StepId, counts
+from ckpt.local import LocalImages
+from ckpt.messages import (
+    Abandon,
+    Begin,
+    Close,
+    Done,
+    Failed,
+    Flush,
+    Job,
+    Note,
+    Released,
+    Report,
+    Said,
+    Settle,
+    Settled,
+    Setup,
+    Tell,
+    ToWriter,
+    Trouble,
 )
-from ckpt.image import Header
-from ckpt.lineage import Lineage, StepId
-from ckpt.pending import Pending
-from ckpt.processes import Matter, Processes
-from ckpt.store import Store
+from ckpt.slots import Slots, step_of
+from ckpt.store import Store, open_store
+from ckpt.tiers import Local, Shared, patience_of
 
-_POLL_S = 0.02
-_POLL_LIMIT_S = 0.5
+_log = logging.getLogger("ckpt")
 
-
-class Slot(Protocol):
-    """A filled slot of the arena."""
-
-    buffer: memoryview
-
-    def release(self) -> None: ...
+KEEPER_S = 60.0
+"""So long, and at least as long as the tiers are patient, what is to be deleted is waited for."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A snapshot to be made a step."""
+FlushChoice = Callable[[Slots, Begin, Setup, Store], tuple[StepId, int] | None]
+"""Which snapshot is the newest of the run, and its slot here; None: there is none to be flushed."""
 
-    id: StepId
-    slot: Slot
-    header: Header
-    line: Lineage
-    pending: Pending
-    figures: dict[str, Any] = field(default_factory=dict)
+
+def newest_here(slots: Slots, begin: Begin, setup: Setup, home: Store) -> tuple[StepId, int] | None:
+    """The newest snapshot of this process that counts, if there is no other process."""
+    found = []
+    if setup.count == 1:
+        for slot, header in slots.valid():
+            with contextlib.suppress(Damaged):
+                if counts(begin.line, step := step_of(header)):
+                    found.append((step, slot))
+    return max(found, default=None)
+
+
+class _Wake:
+    """To the loop: something has ended."""
 
 
 @final
 class Writer:
-    """Works off jobs in order.
+    """Works off what it is told; see `ckpt.messages`.
 
     Args:
-        compression: that of the tier; images are compressed before they are written.
-        committed: called on process 0 after a step is acknowledged.
-        lost: likewise after the store failed to hold one.
-        failed: told what these two raised, which no Pending can tell any more.
-        timeout_s: how long process 0 waits for the parts of the others.
+        tell: hears the reports, from any thread, one at a time.
+        stores: of Shared tiers, by name; others are opened.
+        make_keeper: None: nothing is deleted, and no log is kept.
+        flush_choice: what a `Flush` brings out.
+
+    Raises:
+        Misuse: a location is none.
     """
 
     def __init__(
         self,
-        store: Store,
-        processes: Processes,
-        committed: Callable[[StepId, Lineage, dict[str, Any]], None],
-        lost: Callable[[StepId, Lineage], None],
-        failed: Callable[[BaseException], None],
+        setup: Setup,
+        tell: Tell,
+        stores: Mapping[str, Store] | None = None,
         *,
-        timeout_s: float,
-        compression: str | None = None,
+        make_keeper: MakeKeeper | None = make_keeper,
+        flush_choice: FlushChoice = newest_here,
     ) -> None:
-        self._store = store
-        self._compression = compression
-        self._processes = processes
-        self._committed, self._lost = committed, lost
-        self._failed = failed
-        self._timeout_s = timeout_s
-        self._known = commit.Known()
-        self._settled: Matter | None = None
-        """The save that was committed last."""
+        self._setup, self._tell, self._flush_choice = setup, tell, flush_choice
+        shared = {n: tier for n, tier in setup.tiers.items() if isinstance(tier, Shared)}
+        local = {n: tier for n, tier in setup.tiers.items() if isinstance(tier, Local)}
+        given = stores or {}
+        self._stores = {n: given.get(n) or open_store(tier.location) for n, tier in shared.items()}
+        home = self._stores["shared"]
+        self._depot = Depot(
+            Slots(setup.arena),
+            {n: LocalImages(t.location, home.location, setup.index) for n, t in local.items()},
+            home,
+            setup.index,
+            setup.count,
+            setup.timeout_s,
+        )
+        self._known = {name: commit.Known() for name in shared}
+        self._swept: set[str] = set()
+        self._begin: Begin | None = None
+        self._abandoned: dict[StepId, Abandon] = {}
+        self._settles = 0
+        self._superseded: BaseException | None = None
+        self._lock = threading.Lock()
+        self._active: list[Course] = []
+        self._reached: dict[str, list[StepId]] = {name: [] for name in setup.tiers}
+        """What each tier has got, as far as it was this writer that brought it."""
+        self._troubles: dict[str, int] = {}
+        """Since when, in ns, by tier."""
+        self._reporting = threading.Lock()
+        self._is_over = False
         # A SimpleQueue: `leave` may come in the middle of a `put`, from the garbage collector.
-        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToWriter | _Wake | Callable[[], None]] = queue.SimpleQueue()
+        self._is_closing = False
+        self._last: Callable[[], None] | None = None
+        self._keeper = (
+            make_keeper(setup, self._depot, self._stores, self.queued, self._report)
+            if make_keeper is not None
+            else None
+        )
+        self._lanes = {
+            name: Lane(name, patience_of(tier), self._bulk_bytes(name), self._deliver, self)
+            for name, tier in setup.tiers.items()
+        }
         self._thread = threading.Thread(target=self._loop, name="ckpt-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; its slot is released when the image is durable, or compressed elsewhere."""
-        self._jobs.put(job)
+    # --- for the trainer --------------------------------------------------------------------
+
+    def tell(self, message: ToWriter, /) -> None:
+        """Say something to it. Returns at once."""
+        self._inbox.put(message)
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self._jobs.put(None)
+        """Finish everything, then end. What hangs longer than its tier is patient has failed."""
+        self._inbox.put(Close())
         self._thread.join()
 
     def leave(self, last: Callable[[], None]) -> threading.Thread:
-        """As `close`, without waiting: the thread, which calls `last` when it is done."""
-        self._jobs.put(last)
+        """As `close`, without waiting: the thread, which calls `last` at the very end."""
+        self._inbox.put(last)
         return self._thread
 
     @property
     def is_alive(self) -> bool:
-        """Is the thread there? It is not after `close`."""
+        """Is it there? It is not after `close`."""
         return self._thread.is_alive()
 
+    def queued(self) -> Collection[StepId]:
+        """The steps that are still on their way into a Shared tier."""
+        with self._lock:
+            return {course.id for course in self._active if course.open & self._stores.keys()}
+
+    # --- the loop ---------------------------------------------------------------------------
+
     def _loop(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            if not isinstance(job, Job):
-                job()
-                return
-            try:
-                figures = self._write(job)
-            except BaseException as error:
-                job.pending.finish(error=error)
-                if isinstance(error, StoreFailed) and self._processes.index == 0:
-                    self._tell(functools.partial(self._lost, job.id, job.line))
-                continue
-            job.pending.finish()
-            if figures is not None:
-                self._tell(functools.partial(self._committed, job.id, job.line, figures))
-
-    def _tell(self, what: Callable[[], None]) -> None:
         try:
-            what()
-        except BaseException as error:  # the jobs behind this one must not wait for ever
-            self._failed(error)
-
-    def _write(self, job: Job) -> dict[str, Any] | None:
-        """Returns the figures of the save on process 0, None elsewhere."""
-        begun = time.monotonic()
-        step, here = job.id, self._processes.index
-        making = publishing.of(self._store).making(step)
-        with self._processes.matter(matter_of(step), self._timeout_s) as matter:
-            with attempts.explained(self._store, step.attempt):
+            while not (self._is_closing and self._is_quiet()):
                 try:
-                    attempts.look(self._store, step.attempt)
-                    header, data = job.header, job.slot.buffer[: job.header.size_bytes]
-                    if self._compression is not None:
-                        header, data = _compressed(header, data)
-                        job.slot.release()
-                    commit.write_image(self._store, making, header, data)
-                finally:
-                    job.slot.release()
-                del data  # what was compressed takes memory no longer than it must
-                part = commit.part_of(header)
-                self._store.put(f"{making}/{layout.part_name(step.attempt, here)}", part.emit())
-            size_bytes = matter.decide("outcome", lambda: self._commit(job, header, making, matter))
-        if here != 0:
-            return None
-        if self._settled is not None:
-            # Whoever wrote a part of this step had heard how the one before it ended.
-            self._settled.forget()
-        self._settled = matter
-        return {
-            **job.figures,
-            "durable_s": round(time.monotonic() - begun, 6),
-            "bytes": size_bytes,
-        }
+                    self._handle(self._next())
+                    self._look()
+                except BaseException as error:  # those who wait behind it must not wait for ever
+                    self._report(Failed(None, "", error))
+            self._end()
+        finally:
+            self._is_over = True
+            if self._last is not None:
+                self._last()
 
-    def _commit(self, job: Job, own: Header, making: str, matter: Matter) -> int:
-        """Process 0: the parts of all, the small files, the marker. Returns the bytes of all."""
-        with attempts.explained(self._store, job.id.attempt):
-            headers = self._all_headers(making, job.id, own, matter)
-            marker = commit.finish(self._store, job.id, headers, self._known)
-            commit.publish(self._store, job.id, marker, job.line, owner=job.id.attempt)
-        return sum(header.size_bytes for header in headers)
+    def _next(self) -> ToWriter | _Wake | Callable[[], None]:
+        try:
+            return self._inbox.get(timeout=None if self._is_quiet() else lanes.SILENT_S / 5)
+        except queue.Empty:
+            return _Wake()
 
-    def _all_headers(self, making: str, step: StepId, own: Header, matter: Matter) -> list[Header]:
-        """Our own; of the others the parts, by name, then the headers of their images."""
-        end = time.monotonic() + self._timeout_s
-        headers = []
-        for process in range(self._processes.count):
-            if process == self._processes.index:
-                headers.append(own)
-                continue
-            pause_s = _POLL_S
-            while True:
-                try:
-                    part = commit.read_part(self._store, making, step.attempt, process)
+    def _handle(self, message: ToWriter | _Wake | Callable[[], None]) -> None:
+        match message:
+            case Begin():
+                self._start_attempt(message)
+            case Job():
+                self._accept(message)
+            case Abandon():
+                self._abandoned[message.id] = message
+                for course in self._courses():
+                    if course.id == message.id:
+                        course.abandon(message.error)
+            case Note():
+                if self._keeper is not None:
+                    self._keeper.note(message.event)
+            case Flush():
+                self._flush()
+            case Settle():
+                self._settles += 1
+            case Close():
+                self._is_closing = True
+            case Setup() | _Wake():
+                pass
+            case _:
+                self._is_closing, self._last = True, message
+
+    def _look(self) -> None:
+        for lane in self._lanes.values():
+            lane.look()
+        if self._settles and self._is_quiet():
+            if self._keeper is not None:
+                self._keeper.settle(self._patience_s())
+            while self._settles:
+                self._settles -= 1
+                self._report(Settled())
+
+    def _is_quiet(self) -> bool:
+        """Is nothing under way but what was given up?"""
+        with self._lock:
+            if self._active:
+                return False
+        return all(lane.is_idle or lane.is_stuck() for lane in self._lanes.values())
+
+    def _end(self) -> None:
+        for lane in self._lanes.values():
+            lane.end()
+        if self._keeper is not None:
+            keeper = self._keeper
+            closing = threading.Thread(target=keeper.close, name="ckpt-keeper-end", daemon=True)
+            try:
+                closing.start()
+            except RuntimeError:  # the interpreter ends
+                keeper.close()
+            else:
+                closing.join(self._patience_s())
+        self._depot.slots.close()
+
+    def _patience_s(self) -> float | None:
+        longest_s = max(KEEPER_S, *map(patience_of, self._setup.tiers.values()))
+        return longest_s if longest_s < threading.TIMEOUT_MAX else None
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def _start_attempt(self, begin: Begin) -> None:
+        self._begin = begin
+        self._abandoned.clear()
+        for name, steps in self._reached.items():
+            self._reached[name] = [step for step in steps if counts(begin.line, step)]
+        if self._keeper is not None:
+            self._keeper.begin(begin.owner, begin.line)
+
+    def _accept(self, job: Job, *, flushed: bool = False) -> None:
+        begin = self._begin
+        if begin is None or self._is_closing or not set(job.tiers) <= self._lanes.keys():
+            error = Misuse(
+                f"{job.id}: wanted a job for {list(self._lanes)} of an attempt that runs"
+            )
+            for name in job.tiers:
+                self._report(Failed(job.id, name, error))
+            if job.slot is not None:
+                self._report(Released(job.id, job.slot))
+            return
+
+        def released() -> None:
+            if job.slot is not None and not flushed:
+                self._report(Released(job.id, job.slot))
+
+        local = [name for name in job.tiers if name in self._depot.images]
+        course = Course(job, begin.owner, begin.line, local, released)
+        if not job.tiers:
+            released()
+            return
+        with self._lock:
+            self._active.append(course)
+            superseded = self._superseded
+        if superseded is not None:
+            course.supersede(superseded)
+        if job.id in self._abandoned:
+            course.abandon(self._abandoned[job.id].error)
+        for name in job.tiers:
+            self._lanes[name].submit(course)
+
+    def _deliver(self, course: Course, lane: Lane) -> Delivery:
+        tier = self._setup.tiers[lane.tier]
+        if isinstance(tier, Local):
+            return ToLocal(self._depot, course, lane, self._swept)
+        store, known = self._stores[lane.tier], self._known[lane.tier]
+        return ToShared(self._depot, course, lane, store, tier.compression, known)
+
+    def _flush(self) -> None:
+        """The newest snapshot into every tier that has nothing as new."""
+        begin = self._begin
+        if begin is None:
+            return
+        answer: queue.SimpleQueue[tuple[StepId, int] | BaseException | None] = queue.SimpleQueue()
+
+        def choose() -> None:
+            try:
+                answer.put(self._flush_choice(self._depot.slots, begin, self._setup, home))
+            except BaseException as error:
+                answer.put(error)
+
+        home = self._depot.home
+        try:
+            threading.Thread(target=choose, name="ckpt-flush", daemon=True).start()
+        except RuntimeError:  # the interpreter ends
+            choose()
+        until_s = time.monotonic() + max(0.0, self._setup.grace_s)
+        while True:
+            left_s = until_s - time.monotonic()
+            try:
+                chosen = answer.get(timeout=min(lanes.SILENT_S / 5, max(0.0, left_s)))
+                break
+            except queue.Empty:
+                if left_s <= 0:
+                    text = f"which snapshot to flush was not known in {self._setup.grace_s:g} s"
+                    chosen = StoreFailed(text)
                     break
-                except NotFound:
-                    matter.check()
-                if time.monotonic() >= end:
-                    raise PeerFailed(
-                        f"step {step.step}: process {process} of {self._processes.count} has not "
-                        f"written its part within {self._timeout_s:.0f} s; it may be dead or stuck"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(_POLL_LIMIT_S, pause_s * 1.5)
-            headers.append(commit.read_header(self._store, making, part))
-        return headers
+            for lane in self._lanes.values():
+                lane.look()
+        if isinstance(chosen, BaseException):
+            self._report(Said(logging.WARNING, f"{home.location}: nothing is flushed: {chosen}"))
+        elif chosen is not None:
+            step, slot = chosen
+            tiers = tuple(n for n in self._lanes if not self._has_as_new(n, step, begin.line))
+            if tiers:
+                self._accept(Job(step, tiers, slot, {"flushed": True}), flushed=True)
 
+    def _has_as_new(self, tier: str, step: StepId, line: Lineage) -> bool:
+        """Has the tier got, or is it about to get, this step or a newer one?"""
+        with self._lock:
+            known = list(self._reached[tier])
+            known += [course.id for course in self._active if course.is_open(tier)]
+        return any(counts(line, other) and other.step >= step.step for other in known)
 
-def _compressed(header: Header, data: memoryview) -> tuple[Header, memoryview]:
-    from ckpt.compressing import compressed  # here: most tiers have no use for it
+    def _bulk_bytes(self, tier: str) -> int:
+        """How much of an image its store takes at a time."""
+        store = self._stores.get(tier)
+        cut_bytes = None if store is None else store.cut_bytes
+        return 2 * (cut_bytes or WINDOW_BYTES)
 
-    return compressed(header, data)
+    # --- what lanes tell ------------------------------------------------------------------------
 
+    def done(self, course: Course, tier: str, figures: Figures) -> None:
+        """A lane has brought a job into its tier."""
+        # Before it ends: nobody may think that all is settled while this is to be noted.
+        if course.is_open(tier) and self._keeper is not None and self._keeps(tier):
+            self._guarded(lambda keeper: keeper.saved(tier, course.id, figures))
+        with self._lock:
+            newer = [step for step in self._reached[tier] if step > course.id]
+            self._reached[tier] = newer or [course.id]
+        if course.end(tier, landed=True):
+            self._report(Done(course.id, tier, figures))
+            self._forget(course)
 
-def matter_of(step: StepId) -> str:
-    """The name under which the processes settle one save."""
-    return f"a{step.attempt}/s{step.step}"
+    def failed(self, course: Course, tier: str, error: BaseException) -> None:
+        """A tier will not have a job."""
+        if isinstance(error, Superseded):
+            self._supersede(error)
+        if course.end(tier, landed=False):
+            self._report(Failed(course.id, tier, error))
+            self._forget(course)
+
+    def make_room(self, course: Course, tier: str) -> None:
+        """A tier is full."""
+        if self._keeps(tier):
+            self._guarded(lambda keeper: keeper.lost(tier, course.id))
+
+    def trouble(self, report: Trouble) -> None:
+        """A tier fails, or works again."""
+        if report.text:
+            event = log.trouble(report.tier, report.text)
+            self._troubles.setdefault(report.tier, report.since_ns)
+        else:
+            since_ns = self._troubles.pop(report.tier, time.time_ns())
+            event = log.recovered(report.tier, (time.time_ns() - since_ns) / 1e9)
+        self._guarded(lambda keeper: keeper.note(event.to_json()))
+        self._report(report)
+
+    def idle(self) -> None:
+        """A lane has nothing to do."""
+        self._inbox.put(_Wake())
+
+    def _keeps(self, tier: str) -> bool:
+        return self._setup.index == 0 or tier in self._depot.images
+
+    def _guarded(self, act: Callable[[Keeping], object]) -> None:
+        """What goes wrong in the keeper is told, and touches no save."""
+        if self._keeper is not None:
+            try:
+                act(self._keeper)
+            except BaseException as error:
+                self._report(Failed(None, "", error))
+
+    def _forget(self, course: Course) -> None:
+        if not course.open:
+            with self._lock, contextlib.suppress(ValueError):
+                self._active.remove(course)
+
+    def _courses(self) -> list[Course]:
+        with self._lock:
+            return list(self._active)
+
+    def _supersede(self, error: BaseException) -> None:
+        with self._lock:
+            self._superseded = self._superseded or error
+            active = list(self._active)
+        for course in active:
+            course.supersede(error)
+
+    def _report(self, report: Report) -> None:
+        if isinstance(report, Failed) and isinstance(report.error, Superseded):
+            self._supersede(report.error)
+        with self._reporting:
+            if not self._is_over:
+                try:
+                    self._tell(report)
+                except Exception:  # the thread that tells has more to do
+                    _log.exception("a report was not taken: %s", report)

@@ -239,7 +239,7 @@ def serve(arguments: list[str], make: Make) -> int:
 
 def _make(setup: Setup, tell: Tell) -> Writes:
     from ckpt.flush import choose
-    from ckpt.writer_loop import Writer
+    from ckpt.writer import Writer
 
     return Writer(setup, tell, flush_choice=choose)
 

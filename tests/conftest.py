@@ -17,6 +17,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ckpt import tiers
+from ckpt.manager import CheckpointManager
 from ckpt.owning import stale_arenas
 
 faulthandler.enable()
@@ -24,6 +26,12 @@ faulthandler.enable()
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+# A process takes a third of a second to start, and knows nothing of what a test has patched. Tests of
+# the writer as a process say so; those that start trainers of their own have it in any case.
+CheckpointManager.__init__.__kwdefaults__["writer"] = "thread"  # type: ignore[index]
+tiers.PATIENCE_S = 0.0  # what fails shall be told at once
 
 
 SHARED = Path(f"/dev/shm/lastgood-{os.getuid()}")

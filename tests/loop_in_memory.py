@@ -15,7 +15,7 @@ from ckpt.loading import Loading
 from ckpt.retention import Keep
 from ckpt.run import Run
 from ckpt.spike import SpikeGuard
-from ckpt.tiers import Shared
+from ckpt.tiers import Shared, Tiers
 
 GUARD = SpikeGuard(
     window=16,
@@ -86,7 +86,7 @@ class MemoryManager:
 
     def __init__(self, every: int = 5, keep: Keep | None = None) -> None:
         self.every = every
-        self.tier = Shared("memory", every=every, keep=keep or Keep())
+        self.tiers = Tiers.of([Shared("memory", every=every, keep=keep or Keep())])
         self.lineage: dict[int, tuple[Restored, dict[str, Any]]] = {}
         self.log: list[tuple[Any, ...]] = []
         self.skips: list[tuple[int, int]] = []

@@ -309,10 +309,12 @@ def test_a_failed_save_is_never_lost(root: Path, broken_disk: list) -> None:
         m.close()
     broken_disk.clear()
     with manager(root) as m:
-        assert m.all_steps() == []
-        m.resume()
-        save_steps(m, [1, 2])
-        assert m.all_steps() == [1, 2]
+        assert ckpt.open(root).all_steps() == []
+        restored = m.resume()  # the snapshot is still in the arena
+        assert (restored.step, restored.report.tier) == (3, "memory")
+        assert_same(restored.state, state_of(3))
+        save_steps(m, [4])
+        assert ckpt.open(root).all_steps() == [3, 4]
 
 
 def test_an_error_in_the_body_is_the_one_that_is_seen(root: Path, broken_disk: list) -> None:
@@ -340,7 +342,7 @@ def test_a_second_live_manager_is_refused_and_named(root: Path) -> None:
 def test_the_default_place_of_the_arena_is_freed(root: Path) -> None:
     with ckpt.CheckpointManager(root) as m:
         m.save(1, state_of(1)).wait()
-        place = m._arena.directory
+        place = m._saves.arena.directory
         assert place.is_dir()
     assert not place.exists()
     remove_stale(place.parent)
@@ -575,7 +577,7 @@ def test_roll_forward_publishes_what_is_complete(root: Path, monkeypatch) -> Non
             patch.setattr(commit, "publish", stop)
             with pytest.raises(ckpt.StoreFailed):
                 m.save(2, state_of(2)).wait()
-        assert m.all_steps() == [1]
+        assert ckpt.open(root).all_steps() == [1]
         restored = m.resume(like=state_of(0))
         assert restored.report.rolled_forward == ("published step 2 (branch 1, attempt 1)",)
         assert_same(restored.state, state_of(2))

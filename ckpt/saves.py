@@ -1,0 +1,557 @@
+"""The saves of a manager under way: slots, the writer, and what it reports.
+
+::
+
+    save ── snapshot ──> slot ──┬── Memory: kept until a newer one is valid in all processes
+                                └── Job ──> writer ──> Local, Shared
+    Pending <── Acks <────────── reports ─────┘
+
+Nothing here holds the manager. The garbage collector may run in any thread, in the middle of
+anything, so a manager that nobody closed is not waited for: the writer finishes what is queued and
+then lets go of the arena.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, final
+
+from ckpt import attempts, flush, signals, snapshot
+from ckpt.acks import Acks
+from ckpt.arena import Arena, NoFreeSlot, Slot
+from ckpt.errors import CheckpointError, StoreFailed
+from ckpt.imaged import MEMORY, Hosted, HostImage, host_images
+from ckpt.lineage import StepId, counting, counts
+from ckpt.local import LocalImages
+from ckpt.messages import (
+    Abandon,
+    Begin,
+    Done,
+    Failed,
+    Flush,
+    Job,
+    Note,
+    Ready,
+    Released,
+    Report,
+    Said,
+    Settle,
+    Settled,
+    Setup,
+    ToWriter,
+    Trouble,
+)
+from ckpt.owning import default_directory, remove_stale
+from ckpt.pending import Background, Pending
+from ckpt.processes import Processes
+from ckpt.start import Started
+from ckpt.status import Status, TierStatus
+from ckpt.store import Store
+from ckpt.tiers import Shared, Tiers, patience_of
+from ckpt.tree import Flat
+
+WriterKind = Literal["process", "thread"]
+GRACE_S = 30.0
+"""How long the writer goes on after its trainer has died: what a platform leaves to a process."""
+_PATIENT_S = 10.0
+"""After so long a save says that it waits for a slot."""
+
+_log = logging.getLogger("ckpt")
+_leaving: list[tuple[Path, threading.Thread]] = []
+"""Arenas of collected managers, and the threads that will let go of them."""
+
+
+class Backend(Protocol):
+    """A writer, in a thread or in a process."""
+
+    def tell(self, message: ToWriter) -> None: ...
+    def close(self) -> None: ...
+    def leave(self, last: Callable[[], None]) -> threading.Thread: ...
+    @property
+    def is_alive(self) -> bool: ...
+
+
+@final
+class Saves:
+    """Between the manager, which decides, and the writer, which writes.
+
+    Args:
+        stores: of the Shared tiers, by name.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        stores: Mapping[str, Store],
+        processes: Processes,
+        background: Background,
+        *,
+        slots: int,
+        arena: Path | None,
+        writer: WriterKind,
+        timeout_s: float,
+    ) -> None:
+        self._tiers, self._stores = tiers, stores
+        self._location = stores["shared"].location
+        self._processes, self._background = processes, background
+        self._slots = slots
+        self._place = arena
+        self._kind, self._timeout_s = writer, timeout_s
+        self._pid = os.getpid()
+        self.arena: Arena | None = None
+        self._backend: Backend | None = None
+        self._signals: signals.Installed | None = None
+        self._lock = threading.RLock()
+        """Of what reports change; reports come from threads of the writer."""
+        self._settled = threading.Event()
+        self._plan: snapshot.SnapshotPlan | None = None
+        self._writing: dict[StepId, Slot] = {}
+        self._copied: dict[StepId, Slot] = {}
+        """In memory here; in other processes perhaps not yet."""
+        self._kept: list[tuple[StepId, Slot]] = []
+        """In memory everywhere, oldest first."""
+        self._state = {name: TierStatus() for name in tiers}
+        """Newest step and troubles; what is under way is counted when somebody asks."""
+        self._writer_pid: int | None = None
+        self._starts = 0
+        self.skipped = 0
+        self.locals = {
+            name: LocalImages(tier.location, self._location, processes.index)
+            for name, tier in tiers.local.items()
+        }
+        self._acks = Acks(
+            processes,
+            tuple(tiers.shared),
+            self._reached,
+            self._given_up,
+            timeout_s=timeout_s,
+            extra_s=lambda name: 0.0 if name == MEMORY else patience_of(tiers.durable[name]),
+        )
+
+    # --- the arena and the writer -----------------------------------------------------------
+
+    def own_arena(self) -> None:
+        """Take the lock that keeps a second live manager on this host away."""
+        if self.arena is not None:
+            return
+        place = self._place
+        if place is None:
+            place = default_directory(self._location, self._processes.index)
+            for stale in remove_stale(place.parent, keep=place):
+                _log.info("freed %d bytes of a dead run at %s", stale.size_bytes, stale.directory)
+        wait_until_gone(place)
+        self.arena = Arena(
+            place,
+            owner={"run": self._location},
+            slots=self._slots,
+            frees_stale=self._place is None,
+        )
+
+    def host_images(self) -> Hosted:
+        """The images of this process in memory and on the disks of this host."""
+        return host_images(self.arena, self.locals)
+
+    def prepare(self, nbytes: int) -> None:
+        """Make slots ready in the background."""
+        if self.arena is not None and nbytes:
+            self.arena.prepare(nbytes)
+
+    def begin(self, started: Started) -> None:
+        """An attempt has decided: its saves are those of the owner of the run."""
+        if self._backend is None:
+            self._backend = self._start_writer()
+        self._backend.tell(Begin(started.number, started.line))
+        if self._processes.count > 1 and self._processes.index == 0:
+            flush.clear(self._stores["shared"], started.number)
+        self._keep_in_memory(started)
+        if self._processes.count == 1 and started.images:
+            self._catch_up(started)
+
+    def _start_writer(self) -> Backend:
+        assert self.arena is not None
+        durable = {
+            name: dataclasses.replace(
+                tier,
+                location=self._stores[name].location
+                if name in self._stores
+                else os.path.abspath(os.path.expanduser(tier.location)),
+                patience_s=patience_of(tier),
+            )
+            for name, tier in self._tiers.durable.items()
+        }
+        setup = Setup(
+            durable,
+            str(self.arena.directory),
+            self._processes.index,
+            self._processes.count,
+            self._timeout_s,
+            GRACE_S,
+        )
+        if self._kind == "thread":
+            from ckpt.writer import Writer
+
+            return Writer(setup, self._report, self._stores, flush_choice=flush.choose)
+        from ckpt.companion import Companion
+
+        companion = Companion(setup, self._report)
+        self._signals = signals.install(companion.wake_fd)
+        return companion
+
+    def settle(self) -> None:
+        """Wait until nothing of the attempt is under way, be it a deletion."""
+        self._background.wait(None)
+        if self._backend is not None:
+            self._settled.clear()
+            self._backend.tell(Settle())
+            if not self._settled.wait(self._timeout_s):
+                raise StoreFailed(
+                    f"{self._location}: the writer has not come to rest within "
+                    f"{self._timeout_s:.0f} s: a deletion hangs; see status()"
+                )
+
+    def _keep_in_memory(self, started: Started) -> None:
+        """What was copied before, here or by a trainer that died, stays until a newer one is there;
+        what no longer counts goes."""
+        with self._lock:
+            gone = [each for each in self._kept if not counts(started.line, each[0])]
+            self._kept = [each for each in self._kept if each not in gone]
+            kept = [each[0] for each in self._kept]
+        for _, slot in gone:
+            slot.release()
+        for image in sorted(started.images, key=lambda each: each.id):
+            if image.slot is not None and image.id not in kept and self._tiers.memory is not None:
+                self._keep(image.id, self._held(image.slot))
+                self._has_reached(image.id, MEMORY)
+
+    def _held(self, number: int) -> Slot:
+        """The slot of an image, held once more."""
+        assert self.arena is not None
+        for _, slot in self._kept:
+            if slot.number == number:
+                return slot.share()
+        return self.arena.adopt(number)
+
+    def _catch_up(self, started: Started) -> None:
+        """What lies on this host and is due elsewhere; the newest goes everywhere."""
+        parent = started.restored.report.source
+        names = [MEMORY, *self._tiers.durable]
+        there: dict[str, int] = {}
+        for name, tier in self._tiers.durable.items():
+            if isinstance(tier, Shared):
+                steps = attempts.list_run(self._stores[name]).steps
+            else:
+                steps = tuple(each.id for each in self.locals[name].list())
+            there[name] = max((s.step for s in counting(started.line, steps)), default=-1)
+        images: dict[StepId, HostImage] = {}
+        for image in started.images:  # the nearest of each step
+            images.setdefault(image.id, image)
+        for id, image in sorted(images.items()):
+            due = [
+                name
+                for name, newest in there.items()
+                if newest < id.step
+                and names.index(name) > names.index(image.tier)
+                and (id == parent or id.step % self._tiers.durable[name].every == 0)
+            ]
+            if due:
+                _log.info("%s: %s goes from %s to %s", self._location, id, image.tier, due)
+                slot = None if image.slot is None else self._held(image.slot)
+                self._submit(id, due, slot, Pending(id.step, due), {"from": image.tier})
+
+    def _submit(
+        self,
+        id: StepId,
+        durable: Sequence[str],
+        slot: Slot | None,
+        pending: Pending,
+        figures: dict[str, Any],
+    ) -> None:
+        assert self._backend is not None
+        if pending not in self._background.pendings:
+            self._background.pendings.append(pending)
+        self._acks.expect(id, pending)
+        if slot is not None:
+            with self._lock:
+                self._writing[id] = slot
+        number = None if slot is None else slot.number
+        self._backend.tell(Job(id, tuple(durable), number, figures))
+
+    # --- a save ---------------------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Would a save find a free slot now?"""
+        assert self.arena is not None
+        return self.arena.free > 0
+
+    def save(
+        self,
+        id: StepId,
+        flat: Flat,
+        meta: Callable[[], dict[str, Any]] | dict[str, Any],
+        tiers: Sequence[str],
+        begun: float,
+    ) -> tuple[Pending, snapshot.Snapshot]:
+        """Copy a state, and have it brought to some tiers.
+
+        Args:
+            begun: monotonic time at which the trainer began to wait.
+        """
+        pending = Pending(id.step, tiers)
+        taken = self._take(flat, meta)
+        self._hand_over(id, taken, tiers, pending, begun)
+        return pending, taken
+
+    def extend(
+        self,
+        id: StepId,
+        flat: Flat,
+        meta: dict[str, Any],
+        tiers: Sequence[str],
+        pending: Pending,
+    ) -> None:
+        """Have a step that was saved already brought to further tiers: the same image."""
+        begun = time.monotonic()
+        taken = self._take(flat, meta)
+        pending.extend(tiers)
+        self._hand_over(id, taken, tiers, pending, begun)
+
+    def _take(
+        self, flat: Flat, meta: Callable[[], dict[str, Any]] | dict[str, Any]
+    ) -> snapshot.Snapshot:
+        assert self.arena is not None
+        begun = time.monotonic()
+        while True:
+            try:
+                taken = snapshot.take(
+                    flat, self.arena, meta, previous=self._plan, timeout_s=_PATIENT_S
+                )
+            except NoFreeSlot as error:
+                self._go_on_waiting(time.monotonic() - begun, error)
+                continue
+            self._plan = taken.plan
+            return taken
+
+    def _go_on_waiting(self, waited_s: float, error: NoFreeSlot) -> None:
+        """Say that it waits, and do not wait for what will not come."""
+        if (superseded := self._background.superseded()) is not None:
+            raise superseded
+        text = (
+            f"{self._location}: no slot has come free for {waited_s:.0f} s, since earlier "
+            f"snapshots are not written yet: {self._troubles() or 'the stores are slow'}; "
+            "a Local tier takes over from the slots, and busy='skip' leaves saves out"
+        )
+        if waited_s > self._timeout_s + max(map(patience_of, self._tiers.durable.values())):
+            raise StoreFailed(text) from error
+        _log.warning("%s", text)
+
+    def _troubles(self) -> str:
+        with self._lock:
+            return "; ".join(f"{n}: {s.error}" for n, s in self._state.items() if not s.works)
+
+    def _hand_over(
+        self,
+        id: StepId,
+        taken: snapshot.Snapshot,
+        tiers: Sequence[str],
+        pending: Pending,
+        begun: float,
+    ) -> None:
+        durable = [tier for tier in tiers if tier != MEMORY]
+        if pending not in self._background.pendings:
+            self._background.pendings.append(pending)
+        if MEMORY in tiers:
+            with self._lock:
+                self._copied[id] = taken.slot.share()
+        self._acks.expect(id, pending)
+        figures = {"blocking_s": round(time.monotonic() - begun, 6)}
+        if durable:
+            self._submit(id, durable, taken.slot, pending, figures)
+        else:
+            taken.slot.release()
+        if MEMORY in tiers:
+            self._acks.done(id, MEMORY)
+            self.note({"event": "save", "step": id.step, "tier": MEMORY, **figures})
+
+    @property
+    def plan(self) -> snapshot.SnapshotPlan | None:
+        """Of the newest snapshot."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: snapshot.SnapshotPlan | None) -> None:
+        self._plan = plan
+
+    def note(self, event: dict[str, Any]) -> None:
+        """A line in the log of the attempt, which process 0 keeps."""
+        if self._backend is not None and self._processes.index == 0:
+            self._backend.tell(Note(event))
+
+    # --- what the writer reports ------------------------------------------------------------------
+
+    def _report(self, report: Report) -> None:
+        match report:
+            case Ready():
+                self._writer_pid = report.pid
+                self._starts += 1
+            case Released():
+                with self._lock:
+                    slot = self._writing.pop(report.id, None)
+                if slot is not None:
+                    slot.release()
+            case Done():
+                self._acks.done(report.id, report.tier)
+            case Failed(id=None):
+                self._background.unheard.append(report.error)
+            case Failed(id=StepId() as id):
+                self._acks.failed(id, report.tier, report.error)
+            case Trouble():
+                self._note_trouble(report)
+            case Said():
+                _log.log(report.level, "%s", report.text)
+            case Settled():
+                self._settled.set()
+
+    def _note_trouble(self, report: Trouble) -> None:
+        with self._lock:
+            since = report.since_ns if report.text else None
+            self._state[report.tier] = dataclasses.replace(
+                self._state[report.tier], failing_since_ns=since, error=report.text
+            )
+        if report.text:
+            _log.warning(
+                "%s: tier %s fails, and is tried again: %s",
+                self._location,
+                report.tier,
+                report.text,
+            )
+        else:
+            _log.warning("%s: tier %s works again", self._location, report.tier)
+
+    def _reached(self, id: StepId, tier: str) -> None:
+        """All processes have a step there."""
+        self._has_reached(id, tier)
+        with self._lock:
+            slot = self._copied.pop(id, None) if tier == MEMORY else None
+        if slot is not None:
+            self._keep(id, slot)
+
+    def _has_reached(self, id: StepId, tier: str) -> None:
+        with self._lock:
+            self._state[tier] = dataclasses.replace(self._state[tier], newest=id.step)
+
+    def _keep(self, id: StepId, slot: Slot) -> None:
+        """The newest in memory; older ones go."""
+        count = self._tiers.kept_in_memory
+        with self._lock:
+            self._kept.append((id, slot))
+            gone = self._kept[: len(self._kept) - count]
+            del self._kept[: len(self._kept) - count]
+        for _, each in gone:
+            each.release()
+
+    def _given_up(self, id: StepId, error: CheckpointError) -> None:
+        if self._backend is not None:
+            self._backend.tell(Abandon(id, error))
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def status(self, attempt: int | None) -> Status:
+        """How all tiers are doing."""
+        with self._lock:
+            state = dict(self._state)
+        for name, each in state.items():
+            under_way = sum(
+                name in pending.tiers and not pending.has_ended(name)
+                for pending in list(self._background.pendings)
+            )
+            state[name] = dataclasses.replace(each, under_way=under_way)
+        arena = self.arena
+        return Status(
+            attempt,
+            state,
+            self._kind,
+            self._writer_pid if self._kind == "process" else None,
+            max(0, self._starts - 1),
+            0 if arena is None else arena.slots,
+            0 if arena is None else arena.free,
+            self.skipped,
+        )
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish everything; the newest snapshot goes to the durable tiers. Idempotent."""
+        if self._backend is not None:
+            if self._tiers.memory is not None:
+                self._backend.tell(Flush())
+            self._backend.close()
+        if self._signals is not None:
+            self._signals.put_back()
+            self._signals = None
+
+    def free_arena(self) -> None:
+        """After `close`. What reached no durable tier stays for the next start."""
+        arena = self.arena
+        if arena is None:
+            return
+        for slot in (*self._writing.values(), *self._copied.values(), *(s for _, s in self._kept)):
+            slot.release()
+        arena.close(remove=not self._is_needed())
+
+    def _is_needed(self) -> bool:
+        with self._lock:
+            in_memory = self._state[MEMORY].newest if MEMORY in self._state else None
+            durable = [s.newest for n, s in self._state.items() if n != MEMORY and s.newest]
+        failed = any(each.error is not None for each in self._background.pendings)
+        behind = in_memory is not None and in_memory > max(durable, default=-1)
+        if (failed or behind) and self.arena is not None:
+            _log.warning(
+                "%s: not everything is durable; the snapshots stay in %s for the next start here",
+                self._location,
+                self.arena.directory,
+            )
+        return failed or behind
+
+    def let_go(self) -> None:
+        """Of a manager that was collected: finish all saves and free the arena, without waiting."""
+        if self.arena is None or os.getpid() != self._pid:
+            return
+        _log.warning("%s: a manager was dropped without close()", self._location)
+        if self._signals is not None:
+            self._signals.put_back()
+        if self._backend is not None and self._backend.is_alive:
+            _leaving.append((self.arena.directory, self._backend.leave(self._end)))
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            for error in self._background.untold():
+                _log.error("%s: a save failed and nobody asked for it: %s", self._location, error)
+            self._processes.leave("its manager was dropped")
+        except Exception:
+            _log.exception("%s: while a dropped manager let go", self._location)
+        finally:
+            self.free_arena()
+
+
+def wait_until_gone(arena: Path) -> None:
+    """Wait for managers of this process that were dropped and are about to let go of an arena."""
+    for directory, thread in list(_leaving):
+        if directory == arena.absolute():
+            thread.join()
+    _leaving[:] = [each for each in _leaving if each[1].is_alive()]
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    """A trainer that ends must not lose the last save of a manager that was dropped before."""
+    for _, thread in list(_leaving):
+        thread.join()
