@@ -434,14 +434,19 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
     Raises:
         Superseded: a newer attempt owns the run.
     """
+    done = []
+    line = listing.lineage
+    kept = lineage.condemned_under_head(line, listing.remains)
+    for step, remain in kept:
+        put_back(store, step, remain)
+        done.append(f"put back {step}")
     remains = [
         Remain(r.branch, r.step, r.attempt, r.state, r.name, is_complete(store, r))
         if r.state == "making" and r.attempt < owner
         else r
         for r in listing.remains
+        if all(r is not remain for _, remain in kept)
     ]
-    done = []
-    line = listing.lineage
     for action in lineage.roll_forward(owner, line, listing.steps, remains):
         remain = action.remain
         if isinstance(action, lineage.Publish):
