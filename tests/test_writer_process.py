@@ -102,7 +102,7 @@ def steps_at(place: Path) -> list[int]:
 
 def assert_left(root: Path) -> None:
     """Only slots, which a later manager may adopt, or the next clean-up removes."""
-    assert "arena-p0" in [stale.directory.name for stale in remove_stale(root)]
+    assert "arena-p0" in [stale.directory.name for stale in remove_stale(root, older_than_s=0)]
     assert not list(root.glob("arena*"))
     assert not [p for p in root.rglob("*") if ".tmp-" in p.name]
 
