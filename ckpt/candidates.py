@@ -227,7 +227,7 @@ def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> 
     step = layout.parse_step_id(chosen, "the choice of process 0")
     if step is None:
         return None
-    wrong = matter.gather("image written", _write_image(store, step, mine[step], listing))
+    wrong = matter.gather("image written", _write_image(store, step, mine[step], listing, number))
     for process, why in enumerate(wrong):
         if why is not None:
             return f"no step was made of the images of {step}: process {process}: {why}"
@@ -235,10 +235,10 @@ def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> 
 
 
 def _write_image(
-    store: Store, step: StepId, images: Sequence[HostImage], listing: Listing
+    store: Store, step: StepId, images: Sequence[HostImage], listing: Listing, number: int
 ) -> str | None:
     """The nearest image that is whole, and its part; what went wrong, if all did."""
-    making = publishing.of(store).making(step)
+    making = publishing.of(store).making(step, number)
     why = []
     for image in images:
         if not is_of_run(image.header, listing.decisions):
@@ -260,11 +260,11 @@ def _write_image(
 
 def _publish(store: Store, step: StepId, line: Lineage, number: int) -> str | None:
     """Process 0: as in a roll-forward."""
-    making = publishing.of(store).making(step)
+    making = publishing.of(store).making(step, number)
     try:
         headers = commit.read_headers(store, making, step.attempt)
-        marker = commit.finish(store, step, headers)
-        commit.publish(store, step, marker, line, owner=number)
+        marker = commit.finish(store, step, headers, maker=number)
+        commit.publish(store, step, marker, line, owner=number, maker=number)
     except Superseded:
         raise
     except CheckpointError as error:
