@@ -9,8 +9,8 @@ from typing import Any
 from ckpt import attempts, commit, layout, promotion, publishing, records
 from ckpt.attempts import Listing
 from ckpt.errors import CheckpointError, Damaged, StoreFailed, Superseded
-from ckpt.imaged import Hosted, HostImage, Imaged, is_of_run, nearest
-from ckpt.lineage import Decision, Lineage, StepId, choose, counting, counts, line_before
+from ckpt.imaged import Hosted, HostImage, Imaged, Unreadable, is_of_run, nearest
+from ckpt.lineage import Decision, Lineage, StepId, choose, counting, counts, covers, line_before
 from ckpt.manifest import read_manifest
 from ckpt.processes import Matter
 from ckpt.resolving import nothing_there
@@ -33,6 +33,8 @@ class Sources:
     """Further Shared tiers: their committed steps."""
     hosted: Hosted
     """Those of the run only; they are steps where `alone`."""
+    unreadable: tuple[Unreadable, ...]
+    """Of the lineage, in all tiers but home."""
     alone: bool
     """Is there one process only?"""
 
@@ -90,9 +92,15 @@ def look(
     """
     listing = attempts.list_run(home)
     found = {}
+    unreadable: list[Unreadable] = []
     for name, store in others.items():
         try:
-            found[name] = (store, frozenset(attempts.list_run(store).steps))
+            there = attempts.list_run(store)
+            found[name] = (store, frozenset(there.steps))
+            for place, why in there.damaged:
+                branch, step = layout.parse_full_step_name(place)
+                if covers(listing.lineage, branch, step):
+                    unreadable.append(Unreadable(StepId(step, branch, 0), name, why))
         except StoreFailed as error:
             raise StoreFailed(
                 f"{error}; {name} may have the newest step, so nothing is begun without it: bring "
@@ -101,7 +109,8 @@ def look(
     ours = hosted
     if hosted.images or hosted.damaged:
         ours = hosted.counting(listing.lineage, listing.decisions, *process)
-    return Sources(home, listing, found, ours, process[1] == 1)
+    unreadable += ours.damaged
+    return Sources(home, listing, found, ours, tuple(unreadable), process[1] == 1)
 
 
 def wanted(sources: Sources, step: int, branch: int | None, *, or_older: bool) -> list[StepId]:
