@@ -268,11 +268,8 @@ def _source(depot: Depot, course: Course, lane: Lane) -> Iterator[tuple[Header, 
     for fault in faults:
         if isinstance(fault, Damaged):
             raise fault
-    raise (
-        faults[0]
-        if faults
-        else NotFound(f"{step}: its slot was given back, and no Local tier has its image")
-    )
+    text = f"{step}: its slot was given back, and no Local tier has its image"
+    raise NotFound(text) from next(iter(faults), None)
 
 
 def _compressed(header: Header, data: memoryview) -> tuple[Header, memoryview]:

@@ -149,10 +149,7 @@ class LocalImages:
 
     def clear(self) -> None:
         """Remove what dead writers left in the making. Only while nobody else writes here."""
-        with (
-            disk.translated(self.directory, changes=True),
-            contextlib.suppress(FileNotFoundError),
-        ):
+        with contextlib.suppress(NotFound), disk.translated(self.directory, changes=True):
             self._must_be_private()
             for name in os.listdir(self.directory):
                 if _TEMPORARY.fullmatch(name):

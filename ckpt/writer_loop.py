@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import final
 
-from ckpt import commit, lanes
+from ckpt import commit, lanes, log
 from ckpt.course import Course
 from ckpt.deliveries import Depot, ToLocal, ToShared
 from ckpt.disk import WINDOW_BYTES
@@ -119,6 +119,8 @@ class Writer:
         self._active: list[Course] = []
         self._reached: dict[str, list[StepId]] = {name: [] for name in setup.tiers}
         """What each tier has got, as far as it was this writer that brought it."""
+        self._troubles: dict[str, int] = {}
+        """Since when, in ns, by tier."""
         self._reporting = threading.Lock()
         self._is_over = False
         # A SimpleQueue: `leave` may come in the middle of a `put`, from the garbage collector.
@@ -374,6 +376,13 @@ class Writer:
 
     def trouble(self, report: Trouble) -> None:
         """A tier fails, or works again."""
+        if report.text:
+            event = log.trouble(report.tier, report.text)
+            self._troubles.setdefault(report.tier, report.since_ns)
+        else:
+            since_ns = self._troubles.pop(report.tier, time.time_ns())
+            event = log.recovered(report.tier, (time.time_ns() - since_ns) / 1e9)
+        self._guarded(lambda keeper: keeper.note(event.to_json()))
         self._report(report)
 
     def idle(self) -> None:
