@@ -24,6 +24,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,11 @@ class Arena:
         except (StoreFailed, OSError, ValueError) as error:
             self._take_back(number)
             raise Misuse(f"{self.directory}: slot {number} has no image: {error}") from error
+
+    def reuse_first(self, numbers: Collection[int]) -> None:
+        """Slots of which nobody wants the images any more are claimed before the others."""
+        with self._free:
+            self._order.sort(key=lambda k: k not in numbers)
 
     def valid_images(self) -> list[StoredImage]:
         """Slots whose header and table are intact, by slot number.

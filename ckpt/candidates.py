@@ -9,8 +9,8 @@ from typing import Any
 from ckpt import attempts, commit, layout, promotion, publishing, records
 from ckpt.attempts import Listing
 from ckpt.errors import CheckpointError, Damaged, StoreFailed, Superseded
-from ckpt.imaged import Hosted, HostImage, Imaged, is_of_run, nearest
-from ckpt.lineage import Decision, Lineage, StepId, choose, counting, counts, line_before
+from ckpt.imaged import Hosted, HostImage, Imaged, Unreadable, is_of_run, nearest
+from ckpt.lineage import Decision, Lineage, StepId, choose, counting, counts, covers, line_before
 from ckpt.manifest import read_manifest
 from ckpt.processes import Matter
 from ckpt.resolving import nothing_there
@@ -33,6 +33,8 @@ class Sources:
     """Further Shared tiers: their committed steps."""
     hosted: Hosted
     """Those of the run only; they are steps where `alone`."""
+    unreadable: tuple[Unreadable, ...]
+    """Of the lineage, in all tiers but home."""
     alone: bool
     """Is there one process only?"""
 
@@ -100,9 +102,15 @@ def look(
     """
     listing = attempts.list_run(home)
     found = {}
+    unreadable: list[Unreadable] = []
     for name, store in others.items():
         try:
-            found[name] = (store, frozenset(attempts.list_run(store).steps))
+            there = attempts.list_run(store)
+            found[name] = (store, frozenset(there.steps))
+            for place, why in there.damaged:
+                branch, step = layout.parse_full_step_name(place)
+                if covers(listing.lineage, branch, step):
+                    unreadable.append(Unreadable(StepId(step, branch, 0), name, why))
         except StoreFailed as error:
             raise StoreFailed(
                 f"{error}; {name} may have the newest step, so nothing is begun without it: bring "
@@ -115,7 +123,8 @@ def look(
         durable |= {image.id for image in ours.images if image.slot is None}
         newest = max(counting(listing.lineage, durable), default=None)
         ours = ours.without_spent(kept_in_memory, durable, newest)
-    return Sources(home, listing, found, ours, process[1] == 1)
+    unreadable += ours.damaged
+    return Sources(home, listing, found, ours, tuple(unreadable), process[1] == 1)
 
 
 def wanted(sources: Sources, step: int, branch: int | None, *, or_older: bool) -> list[StepId]:
@@ -241,7 +250,7 @@ def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> 
     step = layout.parse_step_id(chosen, "the choice of process 0")
     if step is None:
         return None
-    wrong = matter.gather("image written", _write_image(store, step, mine[step], listing))
+    wrong = matter.gather("image written", _write_image(store, step, mine[step], listing, number))
     for process, why in enumerate(wrong):
         if why is not None:
             return f"no step was made of the images of {step}: process {process}: {why}"
@@ -249,10 +258,10 @@ def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> 
 
 
 def _write_image(
-    store: Store, step: StepId, images: Sequence[HostImage], listing: Listing
+    store: Store, step: StepId, images: Sequence[HostImage], listing: Listing, number: int
 ) -> str | None:
     """The nearest image that is whole, and its part; what went wrong, if all did."""
-    making = publishing.of(store).making(step)
+    making = publishing.of(store).making(step, number)
     why = []
     for image in images:
         if not is_of_run(image.header, listing.decisions):
@@ -274,11 +283,11 @@ def _write_image(
 
 def _publish(store: Store, step: StepId, line: Lineage, number: int) -> str | None:
     """Process 0: as in a roll-forward."""
-    making = publishing.of(store).making(step)
+    making = publishing.of(store).making(step, number)
     try:
         headers = commit.read_headers(store, making, step.attempt)
-        marker = commit.finish(store, step, headers)
-        commit.publish(store, step, marker, line, owner=number)
+        marker = commit.finish(store, step, headers, maker=number)
+        commit.publish(store, step, marker, line, owner=number, maker=number)
     except Superseded:
         raise
     except CheckpointError as error:

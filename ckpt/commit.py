@@ -337,18 +337,35 @@ def write_image(store: Store, prefix: str, header: Header, data: Source) -> None
 
 
 def finish(
-    store: Store, step: StepId, headers: Sequence[Header], known: Known | None = None
+    store: Store,
+    step: StepId,
+    headers: Sequence[Header],
+    known: Known | None = None,
+    *,
+    maker: int | None = None,
 ) -> bytes:
-    """Write the small files of a step whose images and parts are durable. Returns its marker."""
+    """Write the small files of a step whose images and parts are durable. Returns its marker.
+
+    `maker`: see `Publishing.making`.
+    """
     states = publishing.of(store)
     files = step_files(headers, store.cut_bytes, known)
     marker = files.pop(layout.MARKER)
-    store.put_many({f"{states.making(step)}/{name}": data for name, data in files.items()})
-    states.complete(step, marker)
+    making = states.making(step, maker)
+    store.put_many({f"{making}/{name}": data for name, data in files.items()})
+    states.complete(step, marker, maker)
     return marker
 
 
-def publish(store: Store, step: StepId, marker: bytes, line: Lineage, *, owner: int) -> None:
+def publish(
+    store: Store,
+    step: StepId,
+    marker: bytes,
+    line: Lineage,
+    *,
+    owner: int,
+    maker: int | None = None,
+) -> None:
     """Look, commit, look again. Returns when the step is acknowledged.
 
     `line` is the lineage of the head, `owner` the attempt that must own the run: that of the step
@@ -365,7 +382,7 @@ def publish(store: Store, step: StepId, marker: bytes, line: Lineage, *, owner: 
     attempts.look(store, owner)
     while True:
         try:
-            states.publish(step, marker, owner)
+            states.publish(step, marker, owner, maker)
             break
         except NotFound as error:
             # Rolled forward or removed by somebody else: the look tells, or it is there already.
@@ -434,14 +451,19 @@ def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[st
     Raises:
         Superseded: a newer attempt owns the run.
     """
+    done = []
+    line = listing.lineage
+    kept = lineage.condemned_under_head(line, listing.remains)
+    for step, remain in kept:
+        put_back(store, step, remain)
+        done.append(f"put back {step}")
     remains = [
         Remain(r.branch, r.step, r.attempt, r.state, r.name, is_complete(store, r))
         if r.state == "making" and r.attempt < owner
         else r
         for r in listing.remains
+        if all(r is not remain for _, remain in kept)
     ]
-    done = []
-    line = listing.lineage
     for action in lineage.roll_forward(owner, line, listing.steps, remains):
         remain = action.remain
         if isinstance(action, lineage.Publish):

@@ -42,9 +42,10 @@ class HostImage:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An image of which only the name can be read."""
+    """An image or a step of which only the name can be read."""
 
     id: StepId
+    """With attempt 0 where the name does not tell it."""
     tier: str
     reason: str
 

@@ -279,6 +279,25 @@ def may_put_back(attempt: int, seen: Collection[StepId], remain: Remain) -> bool
     )
 
 
+def condemned_under_head(line: Lineage, remains: Iterable[Remain]) -> list[tuple[StepId, Remain]]:
+    """Names under which an older attempt condemned the very step that the head went on from.
+
+    The head saw it committed after its claim, so it was condemned after that claim: whoever did it
+    would have found the claim, and has removed nothing of it. It did not live to put it back.
+    """
+    if len(line) < 2:
+        return []
+    head, before = line[0], line[1]
+    parent = StepId(head.after, before.branch, before.attempt)
+    return [
+        (parent, remain)
+        for remain in remains
+        if remain.state == "deleted"
+        and remain.attempt < head.attempt
+        and (remain.branch, remain.step) == (parent.branch, parent.step)
+    ]
+
+
 def choose(
     line: Lineage, steps: Iterable[StepId], wanted: int | None = None, branch: int | None = None
 ) -> StepId | None:

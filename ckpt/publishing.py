@@ -49,15 +49,19 @@ class Publishing(abc.ABC):
     """
 
     @abc.abstractmethod
-    def making(self, step: StepId) -> str:
-        """Where the attempt of `step` makes it."""
+    def making(self, step: StepId, maker: int | None = None) -> str:
+        """Where the attempt of `step` makes it, or `maker`, a later one that has its images.
+
+        Under its own name: what an older attempt still plans with the names of older ones is no
+        harm to it. The same `maker` goes to `complete` and `publish`.
+        """
 
     @abc.abstractmethod
-    def complete(self, step: StepId, marker: bytes) -> None:
+    def complete(self, step: StepId, marker: bytes, maker: int | None = None) -> None:
         """All files but the marker are durable; what can be done ahead of publishing is done."""
 
     @abc.abstractmethod
-    def publish(self, step: StepId, marker: bytes, owner: int) -> None:
+    def publish(self, step: StepId, marker: bytes, owner: int, maker: int | None = None) -> None:
         """In the making -> committed, by `owner`, who has seen it in the making.
 
         Raises AlreadyExists when something else stands there.
@@ -108,14 +112,15 @@ class ByRename(Publishing):
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def making(self, step: StepId) -> str:
-        return layout.making_name(step.branch, step.step, step.attempt)
+    def making(self, step: StepId, maker: int | None = None) -> str:
+        by = step.attempt if maker is None else maker
+        return layout.making_name(step.branch, step.step, by)
 
-    def complete(self, step: StepId, marker: bytes) -> None:
-        self._store.put(f"{self.making(step)}/{layout.MARKER}", marker)
+    def complete(self, step: StepId, marker: bytes, maker: int | None = None) -> None:
+        self._store.put(f"{self.making(step, maker)}/{layout.MARKER}", marker)
 
-    def publish(self, step: StepId, marker: bytes, owner: int) -> None:
-        self._store.move(self.making(step), layout.step_name(step.branch, step.step))
+    def publish(self, step: StepId, marker: bytes, owner: int, maker: int | None = None) -> None:
+        self._store.move(self.making(step, maker), layout.step_name(step.branch, step.step))
 
     def set_aside(self, step: StepId, owner: int) -> None:
         aside = layout.aside_name(step.branch, step.step, owner)
@@ -185,15 +190,16 @@ class BySwap(Publishing):
     def __init__(self, store: SwappingStore) -> None:
         self._store = store
 
-    def making(self, step: StepId) -> str:
+    def making(self, step: StepId, maker: int | None = None) -> str:
+        del maker  # made where it stays; what an older attempt plans fails at the swap
         return layout.step_name(step.branch, step.step)
 
-    def complete(self, step: StepId, marker: bytes) -> None:
+    def complete(self, step: StepId, marker: bytes, maker: int | None = None) -> None:
         with contextlib.suppress(AlreadyExists):
             prepared = Unpublished(step, None, None).emit()
             self._store.put_if_absent(_marker_key(step.branch, step.step), prepared)
 
-    def publish(self, step: StepId, marker: bytes, owner: int) -> None:
+    def publish(self, step: StepId, marker: bytes, owner: int, maker: int | None = None) -> None:
         found, old = self._standing(step.branch, step.step)
         # Condemned as unfinished by an attempt before `owner`, which has seen it after its claim:
         # whoever did that looks before it removes anything, and will find the claim.

@@ -404,13 +404,14 @@ def _wanted(sources: Sources, wish: Wish) -> list[StepId]:
 def _with_unreadable(
     restored: Restored | None, sources: Sources, lost: list[Lost], wanted: int | None
 ) -> Restored | None:
-    """Images of which only the name can be read: newer ones are lost, one of the step itself was
-    passed over."""
+    """What is there by its name only: newer steps are lost, a tier of the step itself was passed
+    over."""
     there = {each.step for each in sources.counting}
     passed = []
-    for each in sources.hosted.damaged:
+    source = None if restored is None else restored.report.source
+    for each in sources.unreadable:
         step = each.id.step
-        if restored is not None and each.id == restored.report.source:
+        if source is not None and (source.branch, source.step) == (each.id.branch, step):
             passed.append(Damage(each.tier, each.reason))
         elif (
             step not in there

@@ -122,12 +122,9 @@ class Run:
 
 def abandon(manager: CheckpointManager) -> None:
     """Leave a manager as a killed process does: only the kernel drops its lock."""
-    if manager._writer is not None:
-        manager._writer._jobs.put(None)
-        manager._writer._thread.join(60)
-        assert not manager._writer._thread.is_alive()
-    if manager._arena is not None:
-        manager._arena.close(remove=False)
+    manager._saves.close()
+    if manager._saves.arena is not None:
+        manager._saves.arena.close(remove=False)
     manager._closed = manager._ended = True
 
 

@@ -47,6 +47,8 @@ class World(NamedTuple):
     """What retention gave up on purpose, and was not put back."""
     published: frozenset[tuple[int, StepId]] = frozenset()
     """Every step that ever had a final name."""
+    images: frozenset[tuple[int, StepId]] = frozenset()
+    """(host, step): what arenas and disks of hosts hold."""
 
     def decisions(self) -> dict[int, Decision]:
         return {r.attempt: r.decision() for r in self.records}
@@ -71,6 +73,12 @@ class Script:
     to: int | None = None
     skip: tuple[int, int] | None = None
     saves: int = 2
+    host: int | None = None
+    """Where its images lie, and those that it finds; None: on a host that keeps none."""
+    every: int = 1
+    """Only these steps go to the stores; the others are images on the host."""
+    promotes: bool = False
+    """The step that it went on from is published first, if no store has it."""
     keep: Keep = field(default_factory=Keep)
 
 
@@ -88,6 +96,7 @@ class Actor:
     chosen: StepId | None = None
     branch: int = 0
     step: int = 0
+    promoting: bool = False
     saved: int = 0
     wrote: int = 0
     tier: int = 0
@@ -169,14 +178,14 @@ def _publish_remain(world: World, actor: Actor) -> tuple[World, Actor]:
     (number, action), rest = actor.actions[0], actor.actions[1:]
     remain, tier = action.remain, world.tiers[number]
     step = StepId(remain.step, remain.branch, remain.attempt)
-    if tier.taken(step):
+    if tier.taken(step, step.attempt):
         occupant = tier.occupant(step)
         assert actor.heard is not None
         if not lineage.may_be_remade(actor.heard.line(), actor.number, occupant):
             raise Violation(f"attempt {actor.number} cannot roll forward: {occupant}")
         assert isinstance(tier, Tier)
         return world.tier(number, tier.set_aside(step, actor.number)), actor
-    after = tier.publish(step, actor.number)
+    after = tier.publish(step, actor.number, step.attempt)
     if after is not None:
         world = world.tier(number, after)
     return world, replace(actor, actions=rest, at="roll forward")
@@ -201,7 +210,7 @@ def _list_again(world: World, actor: Actor) -> tuple[World, Actor]:
     assert actor.heard is not None
     heard = actor.heard._replace(tiers=world.tiers)
     line = heard.line()
-    steps = {step for tier in heard.tiers for step in tier.steps()}
+    steps = {step for tier in heard.tiers for step in tier.steps()} | _images(world, actor)
     seen = frozenset(lineage.counting(line, steps))
     try:
         chosen = lineage.choose(line, steps, actor.script.to)
@@ -210,9 +219,14 @@ def _list_again(world: World, actor: Actor) -> tuple[World, Actor]:
     return world, replace(actor, heard=heard, seen=seen, chosen=chosen, at="read")
 
 
+def _images(world: World, actor: Actor) -> set[StepId]:
+    return {step for host, step in world.images if host == actor.script.host}
+
+
 def _read(world: World, actor: Actor) -> tuple[World, Actor]:
     chosen = actor.chosen
-    if chosen is None or any(chosen in tier.steps() for tier in world.tiers):
+    there = _images(world, actor).union(*(tier.steps() for tier in world.tiers))
+    if chosen is None or chosen in there:
         return world, replace(actor, at="decide")
     for number, tier in enumerate(world.tiers):
         for remain in tier.remains():
@@ -253,7 +267,11 @@ def _decide(world: World, actor: Actor) -> tuple[World, Actor]:
     if any(r.attempt == actor.number for r in world.records):
         raise Violation(f"M6: attempt {actor.number} decided twice")
     step = decision.parent.step + 1 if decision.parent else 0
-    after = replace(actor, branch=decision.branch, step=step, heard=None, at="write", tier=0)
+    unpublished = not any(actor.chosen in tier.steps() for tier in world.tiers)
+    promoting = script.promotes and actor.chosen is not None and unpublished
+    at = "write" if promoting else "copy"
+    after = replace(actor, branch=decision.branch, step=step, heard=None, at=at, tier=0)
+    after = replace(after, promoting=promoting)
     return world._replace(records=world.records | {record}), after
 
 
@@ -261,12 +279,21 @@ def _covers(wide: lineage.Skips, narrow: lineage.Skips) -> bool:
     return lineage.join_skips(wide, narrow) == lineage.join_skips(wide)
 
 
-def _write(world: World, actor: Actor) -> tuple[World, Actor]:
-    """Image first, then part; both in the directory that this attempt makes."""
+def _copy(world: World, actor: Actor) -> tuple[World, Actor]:
+    """Into the arena; what is not due in the stores stays there."""
     if actor.saved == actor.script.saves:
         return world, _end(actor, "finished")
+    host = actor.script.host
+    if host is not None:
+        world = world._replace(images=world.images | {(host, _own(actor))})
+    due = actor.step % actor.script.every == 0
+    return world, replace(actor, at="write") if due else _after_all_tiers(actor)
+
+
+def _write(world: World, actor: Actor) -> tuple[World, Actor]:
+    """Image first, then part; both in the directory that the attempt of the step makes."""
     file = PART if actor.wrote else IMAGE
-    tier = world.tiers[actor.tier].write(_own(actor), file)
+    tier = world.tiers[actor.tier].write(_own(actor), file, actor.number)
     at = "prepare" if tier.own_branch else "look"
     after = replace(actor, wrote=0, at=at) if actor.wrote else replace(actor, wrote=1)
     return world.tier(actor.tier, tier), after
@@ -278,6 +305,10 @@ def _prepare(world: World, actor: Actor) -> tuple[World, Actor]:
 
 
 def _own(actor: Actor) -> StepId:
+    """The step that is being made."""
+    if actor.promoting:
+        assert actor.chosen is not None
+        return actor.chosen
     return StepId(actor.step, actor.branch, actor.number)
 
 
@@ -289,7 +320,7 @@ def _look(world: World, actor: Actor) -> tuple[World, Actor]:
 
 def _publish(world: World, actor: Actor) -> tuple[World, Actor]:
     tier, step = world.tiers[actor.tier], _own(actor)
-    if tier.taken(step):
+    if tier.taken(step, actor.number):
         occupant = tier.occupant(step)
         if occupant == step:
             return world, replace(actor, at="look again")
@@ -301,7 +332,7 @@ def _publish(world: World, actor: Actor) -> tuple[World, Actor]:
             return world, _end(actor, "superseded")
         assert isinstance(tier, Tier)
         return world.tier(actor.tier, tier.set_aside(step, actor.number)), actor
-    after = tier.publish(step, actor.number)
+    after = tier.publish(step, actor.number, actor.number)
     if after is not None:
         world = world.tier(actor.tier, after)
     # None: somebody rolled it forward or removed it: the look afterwards tells.
@@ -311,7 +342,7 @@ def _publish(world: World, actor: Actor) -> tuple[World, Actor]:
 def _look_again(world: World, actor: Actor) -> tuple[World, Actor]:
     if not lineage.owns(actor.number, world.claims):
         return world, _end(actor, "superseded")
-    step = StepId(actor.step, actor.branch, actor.number)
+    step = _own(actor)
     # From here on `Pending.wait` returns for this tier.
     return world._replace(acked=world.acked | {(actor.tier, step)}), replace(actor, at="retain")
 
@@ -364,7 +395,13 @@ def _next(world: World, actor: Actor) -> tuple[World, Actor]:
     """The same step for the next tier, or the next step."""
     if actor.tier + 1 < len(world.tiers):
         return world, replace(actor, tier=actor.tier + 1, at="write")
-    return world, replace(actor, tier=0, step=actor.step + 1, saved=actor.saved + 1, at="write")
+    return world, _after_all_tiers(actor)
+
+
+def _after_all_tiers(actor: Actor) -> Actor:
+    if actor.promoting:
+        return replace(actor, promoting=False, tier=0, at="copy")
+    return replace(actor, tier=0, step=actor.step + 1, saved=actor.saved + 1, at="copy")
 
 
 _OPERATIONS = {
@@ -381,6 +418,7 @@ _OPERATIONS = {
     "list again": _list_again,
     "read": _read,
     "decide": _decide,
+    "copy": _copy,
     "write": _write,
     "prepare": _prepare,
     "look": _look,
@@ -473,6 +511,8 @@ def _check_fork_point(world: World, line: lineage.Lineage) -> None:
     parent = world.decisions()[head.branch].parent
     if parent is None or not lineage.counts(line, parent):
         return
+    if all(step != parent for _, step in world.published):
+        return  # it was only ever an image
     for number in range(len(world.tiers)):
         own = [s for n, s in world.published if n == number and s.branch == head.branch]
         if len(lineage.counting(line, own)) >= 2:
@@ -483,11 +523,17 @@ def _check_fork_point(world: World, line: lineage.Lineage) -> None:
 
 def audit(world: World) -> None:
     """Everybody dies now. The next attempt must find the newest step, and leave order behind."""
+    for host in [None, *sorted({host for host, _ in world.images})]:
+        _audit(world, host)
+
+
+def _audit(world: World, host: int | None) -> None:
     line = world.line()
     whole = [step for tier in world.tiers for step in tier.unpublished()]
     before = set(lineage.counting(line, whole))
     before |= {s for tier in world.tiers for s in lineage.counting(line, tier.steps())}
-    after, actor = play(world, Script("resume", saves=1))
+    before |= set(lineage.counting(line, (s for at, s in world.images if at == host)))
+    after, actor = play(world, Script("resume", saves=1, host=host))
     if actor.outcome != "finished":
         raise Violation(f"the next attempt ended with {actor.outcome!r}")
     if before and (actor.chosen is None or actor.chosen.step < max(before).step):

@@ -19,7 +19,8 @@ class Tier(NamedTuple):
     """A store that renames. A step under a final name: (branch, step, attempt, files)."""
 
     final: frozenset[tuple[int, int, int, int]] = frozenset()
-    making: frozenset[tuple[int, int, int, int]] = frozenset()
+    making: frozenset[tuple[int, int, int, int, int]] = frozenset()
+    """The same, and the attempt that makes it, which its name tells: a later one may, of images."""
     trash: frozenset[tuple[int, int, int, int, int, str]] = frozenset()
     """(branch, step, attempt of the step, files, attempt that moved it, state)"""
 
@@ -35,10 +36,14 @@ class Tier(NamedTuple):
         return [StepId(s, b, a) for b, s, a, files in self.final if files != WHOLE]
 
     def unpublished(self) -> list[StepId]:
-        return [StepId(s, b, a) for b, s, a, files in self.making if files == WHOLE]
+        """What the next attempt is to publish."""
+        return [StepId(s, b, a) for b, s, a, files, by in self.making if files == WHOLE and by == a]
 
     def remains(self) -> list[Remain]:
-        made = [Remain(b, s, a, "making", f"{b}/{s}-{a}", p == WHOLE) for b, s, a, p in self.making]
+        made = [
+            Remain(b, s, by, "making", f"{b}/{s}-{by}", p == WHOLE and by == a)
+            for b, s, a, p, by in self.making
+        ]
         moved = [
             Remain(b, s, by, state, f"{b}/{s}-{by}-{state}") for b, s, _, _, by, state in self.trash
         ]
@@ -57,24 +62,24 @@ class Tier(NamedTuple):
             (s for s in self.steps() if (s.branch, s.step) == (step.branch, step.step)), None
         )
 
-    def write(self, step: StepId, file: int) -> Tier:
-        mine = self._made(step)
-        made = (step.branch, step.step, step.attempt, (mine[3] if mine else 0) | file)
+    def write(self, step: StepId, file: int, maker: int) -> Tier:
+        mine = self._made(step, maker)
+        made = (step.branch, step.step, step.attempt, (mine[3] if mine else 0) | file, maker)
         return self._replace(making=self.making - {mine} | {made})
 
     def prepare(self, step: StepId) -> Tier:
         return self
 
-    def publish(self, step: StepId, owner: int) -> Tier | None:
+    def publish(self, step: StepId, owner: int, maker: int) -> Tier | None:
         """None: what was made is gone. The place is free."""
-        made = self._made(step)
+        made = self._made(step, maker)
         if made is None:
             return None
-        return self._replace(making=self.making - {made}, final=self.final | {made})
+        return self._replace(making=self.making - {made}, final=self.final | {made[:4]})
 
-    def taken(self, step: StepId) -> bool:
+    def taken(self, step: StepId, maker: int) -> bool:
         """Does something stand in the way of publishing?"""
-        return self._made(step) is not None and self.occupant(step) is not None
+        return self._made(step, maker) is not None and self.occupant(step) is not None
 
     def set_aside(self, step: StepId, owner: int) -> Tier:
         there = next(f for f in self.final if f[:2] == (step.branch, step.step))
@@ -96,10 +101,11 @@ class Tier(NamedTuple):
 
     def take_over(self, remain: Remain, owner: int) -> Tier | None:
         if remain.state == "making":
-            made = self._made(StepId(remain.step, remain.branch, remain.attempt))
+            key = (remain.branch, remain.step, remain.attempt)
+            made = next((m for m in self.making if (*m[:2], m[4]) == key), None)
             if made is None:
                 return None
-            moved = (*made, owner, "deleted")
+            moved = (*made[:4], owner, "deleted")
             return self._replace(making=self.making - {made}, trash=self.trash | {moved})
         old = self._trashed(remain.branch, remain.step, remain.attempt, remain.state)
         if old is None:
@@ -112,9 +118,9 @@ class Tier(NamedTuple):
         gone = {t for t in self.trash if (t[0], t[1], t[4]) == (branch, step, owner)}
         return self._replace(trash=self.trash - gone), True
 
-    def _made(self, step: StepId) -> tuple | None:
-        key = (step.branch, step.step, step.attempt)
-        return next((m for m in self.making if m[:3] == key), None)
+    def _made(self, step: StepId, maker: int) -> tuple | None:
+        key = (step.branch, step.step, step.attempt, maker)
+        return next((m for m in self.making if (*m[:3], m[4]) == key), None)
 
     def _trashed(self, branch: int, step: int, by: int, state: str) -> tuple | None:
         key = (branch, step, by, state)
@@ -174,7 +180,7 @@ class SwapTier(NamedTuple):
         p = self._at(step.branch, step.step)
         return p.id if p.state == "committed" else None
 
-    def write(self, step: StepId, file: int) -> SwapTier:
+    def write(self, step: StepId, file: int, maker: int) -> SwapTier:
         p = self._at(step.branch, step.step)
         return self._with(p._replace(files=p.files | file))
 
@@ -182,7 +188,7 @@ class SwapTier(NamedTuple):
         p = self._at(step.branch, step.step)
         return self if p.state else self._with(p._replace(state="prepared"))
 
-    def publish(self, step: StepId, owner: int) -> SwapTier | None:
+    def publish(self, step: StepId, owner: int, maker: int) -> SwapTier | None:
         """Swap what was prepared, or what an older attempt condemned as unfinished.
 
         Whether the files are still there is not looked at.
@@ -193,7 +199,7 @@ class SwapTier(NamedTuple):
             return None
         return self._with(p._replace(state="committed", by=0, was_committed=False))
 
-    def taken(self, step: StepId) -> bool:
+    def taken(self, step: StepId, maker: int) -> bool:
         return False
 
     def condemn(self, step: StepId, owner: int) -> SwapTier | None:

@@ -128,6 +128,17 @@ def test_a_copy_that_failed_costs_no_snapshot(arena: Arena) -> None:
     assert steps(arena) == {0: 3, 1: 2}
 
 
+def test_slots_that_nobody_wants_go_first(arena: Arena) -> None:
+    """After a rewind the newest image counts no more, and an older one does."""
+    for step in (1, 2):
+        put(arena, step).release()
+    arena.reuse_first({1, 7})
+    put(arena, 3).release()
+    assert steps(arena) == {0: 1, 1: 3}
+    put(arena, 4).release()
+    assert steps(arena) == {0: 4, 1: 3}
+
+
 def test_the_newest_is_overwritten_last(tmp_path: Path) -> None:
     """The newest by time: after a rewind the steps are smaller."""
     arena = Arena(tmp_path / "arena", owner=OWNER, slots=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import ckpt
 from ckpt import attempts
 from ckpt.lineage import (
     Decision,
+    Remain,
     StepId,
     choose,
+    condemned_under_head,
     counting,
     counts,
     line_before,
@@ -201,6 +204,53 @@ def test_a_damaged_step_of_a_branch_that_was_left(tmp_path: Path) -> None:
     assert "branch-2/20" in refusal(
         *("rewind", root, "--to", 20, "--branch", 2, "--reason", "x", "--dry-run"), code=1
     )
+
+
+def condemn(root: Path, step: StepId, by: int) -> None:
+    place = root / f"branch-{step.branch}"
+    (place / f"{step.step}").rename(place / f"{step.step}.orbax-checkpoint-tmp-a{by}-deleted")
+
+
+@pytest.mark.parametrize("branch", [1, 2])
+def test_a_step_that_was_condemned_after_a_rewind_to_it_is_put_back(
+    tmp_path: Path, branch: int
+) -> None:
+    """The trainer before was paused, condemned the step, and died before its look; then the new
+    one died before it saved anything."""
+    root = tmp_path / "run"
+    with training(root) as trainer:
+        trainer.resume()
+        trainer.train(15)
+        trainer.rewind(5)
+        trainer.train(15)
+    target = ckpt.rewind(root, 10, branch=branch)
+    condemn(root, target, by=2)
+    other = StepId(15, 2, 2)
+    condemn(root, other, by=2)
+    shutil.rmtree(root / "branch-1" / "5")  # nothing else of the lineage is there
+    with training(root) as trainer:
+        assert trainer.resume() == 10
+        assert trainer.manager._attempt.decision.parent == target
+    assert not list(root.rglob("*-deleted"))
+    assert not (root / "branch-2" / "15").exists()  # what nobody went on from goes, as it was to
+
+
+def test_only_what_older_attempts_condemned_is_put_back() -> None:
+    decisions, _ = two_branches()
+    line = lineage(decisions, decisions[2])
+    parent = StepId(2, 1, 1)
+    old = Remain(1, 2, 1, "deleted", "x")
+    assert condemned_under_head(line, [old]) == [(parent, old)]
+    for other in (
+        Remain(1, 2, 2, "deleted", "x"),  # by the head itself: its retention
+        Remain(1, 2, 3, "deleted", "x"),
+        Remain(1, 2, 1, "aside", "x"),
+        Remain(1, 2, 1, "making", "x"),
+        Remain(1, 3, 1, "deleted", "x"),
+        Remain(2, 2, 1, "deleted", "x"),
+    ):
+        assert condemned_under_head(line, [other]) == []
+    assert condemned_under_head(lineage(decisions, decisions[1]), [old]) == []
 
 
 @pytest.mark.parametrize("branch", [3, 99])

@@ -118,11 +118,9 @@ Act = Callable[[ckpt.CheckpointManager], None]
 
 def abandon(m: ckpt.CheckpointManager) -> None:
     """Leave a manager as a killed process does."""
-    if m._writer is not None:
-        m._writer._jobs.put(None)
-        m._writer._thread.join(60)
-    if m._arena is not None:
-        m._arena.close(remove=True)
+    m._saves.close()
+    if m._saves.arena is not None:
+        m._saves.arena.close(remove=True)
     m._closed = m._ended = True
 
 

@@ -409,18 +409,6 @@ def test_a_forked_child_neither_speaks_to_the_writer_nor_keeps_it(tmp_path: Path
         assert lines_of(tmp_path / "run") == [*ALL, "flush"], "or the child has said something"
 
 
-def test_a_fork_here_does_not_touch_the_companion(trainer: Trainer) -> None:
-    if (pid := os.fork()) == 0:
-        trainer.companion.tell(Note({"from": "a child"}))
-        trainer.companion.close()
-        os._exit(trainer.companion.is_alive)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    trainer.save(1)
-    trainer.wait_for_ends()
-    trainer.companion.close()
-    assert trainer.written() == ["1 shared"]
-
-
 # --- lines ---------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,45 @@ def test_a_local_image_without_a_readable_header_is_told_of(host: Host) -> None:
     assert lost.reason.startswith("local: ")
 
 
+def test_a_marker_that_cannot_be_read_in_a_further_tier(host: Host, tmp_path: Path) -> None:
+    second = FileStore(tmp_path / "second")
+    host.others = {"shared-2": second}
+    host.start()
+    host.to_shared(host.copy(1))
+    copy_records(host.home, second)
+    snap = host.copy(2)
+    host.to_shared(snap, second)
+    host.die()
+    flip(tmp_path / "second" / "branch-1" / "2" / "commit_success.txt", 3)
+    restored = host.start()
+    check(restored, host, 2, "memory")
+    assert [each.file for each in restored.report.damage] == ["shared-2"]
+    host.die()
+    (host.place / "arena-0").rename(host.place / "gone")
+    restored = host.start()
+    check(restored, host, 1, "shared")
+    (lost,) = restored.report.lost
+    assert lost.step == 2
+    assert lost.reason.startswith("shared-2: ")
+
+
+def test_a_step_of_another_run_in_a_further_tier(host: Host, tmp_path: Path) -> None:
+    """It was not copied there by this run: damage, whatever its numbers say."""
+    foreign = Host(tmp_path / "foreign", tmp_path / "elsewhere")
+    foreign.start()
+    foreign.to_shared(foreign.copy(2))
+    foreign.close()
+    host.others = {"shared-2": FileStore(tmp_path / "foreign")}
+    host.start()
+    host.to_shared(host.copy(1))
+    host.die()
+    (host.place / "arena-0").rename(host.place / "gone")
+    restored = host.start()
+    check(restored, host, 1, "shared")
+    (lost,) = restored.report.lost
+    assert "belongs to another run" in lost.reason
+
+
 def test_images_of_an_older_run_at_the_same_location_do_not_count(host: Host) -> None:
     host.start()
     snap = host.copy(5)

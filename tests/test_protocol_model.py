@@ -56,6 +56,29 @@ SCENARIOS = {
         [Script(saves=2)],
         [Script("rewind", to=1, saves=2, keep=Keep(last=1)), Script(saves=1, keep=Keep(last=1))],
     ),
+    "an image newer than home, then the host is lost": (
+        1,
+        [Script(saves=3, host=1, every=2), Script(saves=1, host=1, every=5)],
+        [Script(saves=2, host=1, every=2), Script(saves=2)],
+    ),
+    "an image that is published by the next attempt": (
+        1,
+        [Script(saves=2, host=1, every=2)],
+        [Script(saves=1, host=1, promotes=True), Script(saves=2)],
+    ),
+    "two tiers, and an image that is published by the next attempt": (
+        2,
+        [Script(saves=2, host=1, every=2)],
+        [Script(saves=1, host=1, every=5, promotes=True), Script(saves=1)],
+    ),
+    "back among images, keep one": (
+        1,
+        [Script(saves=3, host=1, every=2)],
+        [
+            Script("rewind", to=1, skip=(5, 9), host=1, saves=2, keep=Keep(last=1)),
+            Script(saves=2, host=1, every=2, promotes=True, keep=Keep(last=1)),
+        ],
+    ),
     "something in the way": (1, [Script(saves=1)], [Script(saves=2), Script(saves=1)]),
 }
 LONG = {"three attempts": (1, [], [Script(saves=1), Script(saves=1), Script(saves=1)])}
@@ -199,14 +222,16 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _blind(**state: Any) -> Any:
-    return lambda tier, step, by: tier._with(tier._at(step.branch, step.step)._replace(**state))
+    return lambda tier, step, by, maker=0: tier._with(
+        tier._at(step.branch, step.step)._replace(**state)
+    )
 
 
 SWAP_BUGS = {
     "publish: also where nothing was prepared": (
         "keep one",
         "publish",
-        lambda tier, step, owner: (
+        lambda tier, step, owner, maker: (
             None
             if tier._at(step.branch, step.step).state in ("committed", "condemned")
             else _blind(state="committed")(tier, step, owner)
@@ -236,3 +261,19 @@ def test_a_bug_in_a_swap_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises((Violation, CheckpointError)) as found:
         run(scenario, renames=False)
     print(f"{bug}: {found.value}")
+
+
+def test_whoever_makes_a_step_of_an_image_does_so_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under that of the image's attempt, an older one that cleans up takes half of it away."""
+    write, publish, taken = Tier.write, Tier.publish, Tier.taken
+    monkeypatch.setattr(
+        Tier, "write", lambda tier, step, file, maker: write(tier, step, file, step.attempt)
+    )
+    monkeypatch.setattr(
+        Tier, "publish", lambda tier, step, owner, maker: publish(tier, step, owner, step.attempt)
+    )
+    monkeypatch.setattr(Tier, "taken", lambda tier, step, maker: taken(tier, step, step.attempt))
+    with pytest.raises(Violation, match=r"M1: step 1 .* is committed and incomplete"):
+        run("an image that is published by the next attempt")

@@ -25,6 +25,7 @@ from faulty_store import Fault, FaultyStore
 from rows import Rows
 
 import ckpt
+from ckpt import retention
 from ckpt.errors import CheckpointError, StoreFailed, Superseded
 from ckpt.lineage import StepId
 from ckpt.reader import Reader, Restored
@@ -157,7 +158,7 @@ def test_what_goes_wrong_after_a_step_does_not_hold_up_the_next(
             raise broken.pop()
         return []
 
-    monkeypatch.setattr(manager._keeper, "doomed", doomed)
+    monkeypatch.setattr(retention, "doomed", doomed)
     run.save(manager, 2, 102, rows)
     rows.take()
     while (

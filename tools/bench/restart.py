@@ -77,6 +77,11 @@ class Result:
         """Of a figure of `limits`."""
         return Spread.of([found[figure] for found in self.limits])
 
+    @property
+    def limit_ratio(self) -> Spread:
+        """How many times faster memory is than the cold disk in bare reads."""
+        return Spread.of([found["read_s"] / found["memory_s"] for found in self.limits])
+
     def to_limit(self, tier: str) -> Spread:
         """By the bare read of the same bytes from where they are."""
         figure = "memory_s" if tier == "memory" else "read_s"
@@ -100,6 +105,7 @@ class Result:
             "times faster": {
                 f"memory than {tier}": self.ratio("memory", tier).to_json() for tier in TIERS[1:]
             },
+            "times faster, bare reads": self.limit_ratio.to_json(),
             "limits": list(self.limits),
         }
 
@@ -221,6 +227,10 @@ def show(results: Sequence[Result], console: Console) -> None:
                 f"{disk / 2**20:,.0f} MiB",
             )
         console.print(table)
+        console.print(
+            f"of bare reads memory is {times(result.limit_ratio)} times faster than the cold disk",
+            highlight=False,
+        )
     console.print(
         "bare read: the same bytes into fresh memory by two threads, out of a file in memory, or "
         "on disk and cold",

@@ -1,0 +1,491 @@
+"""The writer: each job ends once in each tier, whatever the stores do, and slots come back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from writer_runs import (
+    Notes,
+    Play,
+    Start,
+    Weather,
+    check_values,
+    fill,
+    quick,
+    start,
+    tiers_of,
+)
+
+from ckpt import attempts, commit, disk, layout, lineage
+from ckpt.errors import (
+    Damaged,
+    Misuse,
+    NotFound,
+    PeerFailed,
+    StoreFailed,
+    Superseded,
+)
+from ckpt.lineage import StepId
+from ckpt.messages import (
+    Abandon,
+    Begin,
+    Done,
+    Failed,
+    Flush,
+    Job,
+    Note,
+    Released,
+    Report,
+    Said,
+    Settle,
+    Settled,
+    Setup,
+)
+from ckpt.retention import Keep
+from ckpt.store import FileStore
+from ckpt.tiers import Local, Shared
+from ckpt.writer import Writer
+
+__all__ = ["quick", "start"]  # fixtures
+
+
+# --- all is well --------------------------------------------------------------------------------
+
+
+def test_every_tier_gets_every_step(start: Start) -> None:
+    play = start("local", "local-2", "shared", "shared-2")
+    for step in (1, 2, 3):
+        play.save(step, blocking_s=0.5)
+    play.close()
+    assert play.steps() == play.steps("shared-2") == [1, 2, 3]
+    check_values(play.home.location, [1, 2, 3])
+    check_values(play.tiers["shared-2"].location, [1, 2, 3])
+    for name in ("local", "local-2"):
+        images = play.writer._depot.images[name]
+        assert [each.id.step for each in images.list()] == [1, 2, 3]
+        assert {each.size_bytes for each in images.list()} == {play.done(1, name).figures["bytes"]}
+    assert play.done(2, "shared").figures["blocking_s"] == 0.5
+    assert set(play.done(2, "local").figures) == {"durable_s", "bytes"}
+    assert sorted(each.id.step for each in play.of(Released)) == [1, 2, 3]
+    assert not play.troubles("shared")
+
+
+def test_a_real_keeper_writes_the_log_and_deletes(tmp_path: Path) -> None:
+    tiers = {
+        "local": Local(tmp_path / "local", keep=Keep(last=1), patience_s=0),
+        "shared": Shared(tmp_path / "shared", keep=Keep(last=2), patience_s=0),
+    }
+    play = Play(tmp_path, tiers)
+    for step in range(1, 6):
+        play.save(step)
+        play.done(step, "shared")
+    play.writer.tell(Settle())
+    play.wait(lambda: play.of(Settled))
+    assert play.steps() == [4, 5]
+    assert [each.id.step for each in play.writer._depot.images["local"].list()] == [5]
+    play.close()
+    log = play.home.read_log(layout.log_name(play.owner)).decode()
+    assert log.count('"event": "save"') == 10, log
+
+
+def test_settled_is_said_when_nothing_is_under_way(start: Start, tmp_path: Path) -> None:
+    store, notes = Weather(tmp_path / "shared"), Notes()
+    play = start(stores={"shared": store}, keeper=notes, patience_s=60)
+    store.stops = lambda name, key: name == "write_image"
+    store.calm.clear()
+    play.save(1)
+    play.writer.tell(Settle())
+    assert store.stopped.wait(60)
+    assert not play.of(Settled)
+    store.calm.set()
+    play.wait(lambda: play.of(Settled))
+    assert play.done(1, "shared")
+    assert notes.heard[-1] == ("settle",)
+    play.writer.tell(Settle())
+    play.wait(lambda: len(play.of(Settled)) == 2)
+
+
+@pytest.mark.parametrize("kinds", [("shared",), ("local", "shared")])
+def test_compressed_steps(start: Start, kinds: tuple[str, ...]) -> None:
+    play = start(*kinds, compression="zstd")
+    play.save(1)
+    play.close()
+    assert play.steps() == [1]
+    check_values(play.home.location, [1])
+    [image] = [e for e in play.home.list("branch-1/1/state/d") if e.name.endswith(".image")]
+    assert image.size_bytes == play.done(1, "shared").figures["bytes"]
+    header = commit.read_headers(play.home, "branch-1/1", play.owner)[0]
+    assert header.compression == "zstd"
+
+
+def test_leave_finishes_and_calls_last(start: Start) -> None:
+    play = start()
+    play.save(1)
+    seen: list[bool] = []
+    thread = play.writer.leave(lambda: seen.append(bool(play.of(Released))))
+    thread.join(60)
+    assert seen == [True]
+    assert play.steps() == [1]
+    assert not play.writer.is_alive
+
+
+def test_close_is_idempotent_and_refuses_what_comes_after(start: Start) -> None:
+    play = start()
+    play.writer.close()
+    play.writer.close()
+    assert not play.writer.is_alive
+
+
+def test_a_job_before_any_attempt_fails_and_gives_its_slot_back(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    tiers = tiers_of(tmp_path, ["shared"])
+    writer = Writer(Setup(tiers, str(tmp_path), 0, 1, 1.0, 1.0), heard.append, make_keeper=None)
+    writer.tell(Job(StepId(1, 1, 1), ("shared",), 0))
+    writer.close()
+    [failed, released] = heard
+    assert isinstance(failed.error, Misuse)
+    assert isinstance(released, Released)
+
+
+def test_neither_jax_nor_tensorstore_is_imported() -> None:
+    code = (
+        "import sys, ckpt.writer\n"
+        "print([m for m in ('jax', 'tensorstore', 'orbax') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]", out
+
+
+# --- what comes from Local -----------------------------------------------------------------------
+
+
+def test_promotion_does_not_hold_the_slot(start: Start, tmp_path: Path) -> None:
+    store = Weather(tmp_path / "shared")
+    play = start("local", "shared", stores={"shared": store}, slots=1, patience_s=60)
+    store.stops = lambda name, key: name == "write_image"
+    store.calm.clear()
+    play.save(1)
+    assert store.stopped.wait(60)
+    play.wait(lambda: play.released(1))
+    play.save(2)  # the same slot
+    play.done(2, "local")
+    store.calm.set()
+    play.close()
+    assert play.steps() == [1, 2]
+    check_values(play.home.location, [1, 2])
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("also_in_slot", [False, True])
+def test_a_damaged_local_image_is_no_step(
+    also_in_slot: bool, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ckpt.local import LocalImages
+
+    real = LocalImages.write
+    gate = threading.Event()
+
+    def write(self: LocalImages, header: Any, data: Any) -> None:
+        if "local-2" in str(self.directory):
+            assert gate.wait(60)
+        real(self, header, data)
+        if "local-2" not in str(self.directory):
+            flip(self.path(StepId(1, 1, 1)), 4096 + 8)
+
+    monkeypatch.setattr(LocalImages, "write", write)
+    kinds = ("local", "local-2", "shared") if also_in_slot else ("local", "shared")
+    play = start(*kinds, patience_s=60)
+    play.save(1)
+    if also_in_slot:
+        play.done(1, "shared")  # local-2 holds the slot, and is not there yet itself
+        assert not play.released(1)
+        gate.set()
+        play.close()
+        assert play.steps() == [1]
+        check_values(play.home.location, [1])
+    else:
+        error = play.error(1, "shared")
+        assert isinstance(error, Damaged)
+        assert "1-b1-a1.image" in str(error)
+        play.close()
+
+
+def test_a_large_image_is_promoted_in_windows(start: Start, monkeypatch: Any) -> None:
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 1 << 16)
+    size = 300_000  # 2.4 MB, and a tail that fills no page
+    play = start("local", "shared")
+    play.save(1, size=size)
+    play.close()
+    check_values(play.home.location, [1], size)
+
+
+# --- going on after a writer or a trainer ---------------------------------------------------------
+
+
+def test_steps_that_only_local_has_are_made_up_for(start: Start, tmp_path: Path) -> None:
+    """A new attempt finds images of an older one, which its store never got."""
+    store = Weather(tmp_path / "shared")
+    play = start("local", "shared", stores={"shared": store})
+    play.save(1)
+    play.done(1, "shared")
+    store.down = StoreFailed("no network")
+    ids = [play.save(step) for step in (2, 3)]
+    for step in (2, 3):
+        play.error(step, "shared")
+    play.close()
+    number = attempts.claim(play.home, "resume")
+    listing = attempts.list_run(play.home)
+    decision = lineage.decide(
+        number, "resume", parent=ids[-1], newest=ids[-1], current=listing.head
+    )
+    attempts.record(play.home, decision)
+    line = attempts.list_run(play.home).lineage
+    later = start("local", "shared", begun=(number, line))
+    for step_id in ids:
+        later.writer.tell(Job(step_id, ("shared",), None))
+    later.save(4)
+    later.close()
+    assert later.order("shared") == [2, 3, 4]
+    assert later.steps() == [1, 2, 3, 4]
+    assert [s.attempt for s in attempts.list_run(play.home).counting] == [1, 1, 1, 2]
+    check_values(play.home.location, [1, 2, 3, 4])
+
+
+def test_a_job_of_which_nothing_is_left_fails(start: Start) -> None:
+    play = start("local", "shared")
+    play.writer.tell(Job(play.id(7), ("shared",), None))
+    assert isinstance(play.error(7, "shared"), NotFound)
+    assert "given back" in str(play.error(7, "shared"))
+
+
+@pytest.mark.parametrize("died_after", ["image", "part", "publish"])
+def test_a_job_is_told_again_to_the_next_writer(
+    died_after: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Weather(tmp_path / "shared")
+    play = start(stores={"shared": store})
+    on = {"image": "part-", "part": "manifest", "publish": "\0"}[died_after]
+    store.stops = lambda name, key: name in ("put", "put_many") and on in key
+    store.calm.clear()
+    step_id = fill_and_tell(play)
+    if died_after == "publish":
+        play.done(1, "shared")
+    else:
+        assert store.stopped.wait(60)
+    heard: list[Report] = []
+    second = Writer(play.setup, heard.append, make_keeper=None)
+    second.tell(Begin(play.owner, play.line))
+    written: list[str] = []
+    real = FileStore.write_image
+
+    def write(self: FileStore, key: str, *arguments: Any) -> None:
+        written.append(key)
+        real(self, key, *arguments)
+
+    monkeypatch.setattr(FileStore, "write_image", write)
+    second.tell(Job(step_id, ("shared",), 0, {"blocking_s": 1.0}))
+    second.close()
+    [done] = [each for each in heard if isinstance(each, Failed | Done)]
+    assert isinstance(done, Done), done
+    assert done.figures["blocking_s"] == 1.0
+    assert done.figures["bytes"] > 4096
+    assert len(written) == (1 if died_after == "image" else 0)
+    assert play.steps() == [1]
+    store.calm.set()
+
+
+def fill_and_tell(play: Play) -> StepId:
+    step_id = play.id(1)
+    slot = fill(play.arena, step_id)
+    play.slots[step_id] = slot
+    assert slot.number == 0
+    play.writer.tell(Job(step_id, ("shared",), 0))
+    return step_id
+
+
+# --- what ends an attempt, or a step --------------------------------------------------------------
+
+
+def test_after_a_newer_attempt_every_job_fails_at_once(start: Start, tmp_path: Path) -> None:
+    store = Weather(tmp_path / "shared")
+    play = start("local", "shared", stores={"shared": store}, patience_s=60)
+    play.save(1)
+    play.done(1, "shared")
+    attempts.claim(play.home, "resume")
+    play.save(2)
+    assert isinstance(play.error(2, "shared"), Superseded)
+    play.ended(2, "local")
+    calls = len(store.calls)
+    play.save(3)
+    assert isinstance(play.error(3, "shared"), Superseded)
+    assert isinstance(play.error(3, "local"), Superseded)
+    assert len(store.calls) == calls
+    play.close()
+    assert sorted(each.id.step for each in play.of(Released)) == [1, 2, 3]
+
+
+def test_a_newer_attempt_ends_what_is_tried_again(start: Start, tmp_path: Path) -> None:
+    """The keeper meets it first, while a tier is down and patient."""
+    notes, store = Notes(), Weather(tmp_path / "shared-2")
+    play = start("shared", "shared-2", stores={"shared-2": store}, keeper=notes, patience_s=1e9)
+    store.down = StoreFailed("no network")
+    play.save(1)
+    play.done(1, "shared")
+    notes.tell(Failed(None, "", Superseded("by attempt 2")))
+    assert isinstance(play.error(1, "shared-2"), Superseded)
+
+
+def test_the_claims_of_the_home_fence_other_tiers(start: Start, tmp_path: Path) -> None:
+    store = Weather(tmp_path / "shared-2")
+    play = start("shared", "shared-2", stores={"shared-2": store}, patience_s=60)
+    store.stops = lambda name, key: name == "move"
+    store.calm.clear()
+    play.save(1)
+    play.done(1, "shared")
+    assert store.stopped.wait(60)
+    attempts.claim(play.home, "resume")
+    store.calm.set()
+    assert isinstance(play.error(1, "shared-2"), Superseded)
+
+
+def peers(tmp_path: Path, **options: Any) -> tuple[Play, Play]:
+    tiers = tiers_of(tmp_path, ["shared"], patience_s=60)
+    first = Play(tmp_path, tiers, count=2, make_keeper=None, **options)
+    begun = (first.owner, first.line)
+    second = Play(tmp_path, tiers, index=1, count=2, begun=begun, make_keeper=None, **options)
+    return first, second
+
+
+def test_process_0_publishes_what_all_have_written(tmp_path: Path) -> None:
+    first, second = peers(tmp_path)
+    second.save(1, blocking_s=1.0)
+    assert set(second.done(1, "shared").figures) == {"durable_s", "bytes"}
+    assert attempts.list_run(first.home).steps == ()
+    first.save(1)
+    both = first.done(1, "shared").figures["bytes"]
+    assert both > second.done(1, "shared").figures["bytes"]
+    assert [step.step for step in attempts.list_run(first.home).counting] == [1]
+    first.close()
+    second.close()
+
+
+def test_a_peer_that_cannot_save_ends_the_waiting(tmp_path: Path) -> None:
+    first, second = peers(tmp_path)
+    step_id = first.save(1)
+    first.wait(lambda: first.released(1))
+    first.writer.tell(Abandon(step_id, error := PeerFailed("process 1 is out of memory")))
+    assert first.error(1, "shared") is error
+    # Told before the job, which then is not begun.
+    first.writer.tell(Abandon(first.id(2), error))
+    first.save(2)
+    assert first.error(2, "shared") is error
+    first.save(3)
+    second.save(3)
+    first.done(3, "shared")
+    first.close()
+    second.close()
+
+
+def test_a_peer_that_is_not_heard_of_is_named(tmp_path: Path) -> None:
+    first, second = peers(tmp_path, timeout_s=0.1)
+    first.save(1)
+    error = first.error(1, "shared")
+    assert isinstance(error, PeerFailed)
+    assert "process 1 of 2" in str(error)
+    first.close()
+    second.close()
+
+
+# --- keeper and flush -----------------------------------------------------------------------------
+
+
+def test_the_keeper_hears_of_everything(start: Start) -> None:
+    notes = Notes()
+    play = start("local", "shared", keeper=notes)
+    play.save(1, blocking_s=0.1)
+    play.done(1, "shared")
+    play.writer.tell(Note({"event": "metrics"}))
+    play.close()
+    assert notes.heard[0] == ("begin", 1)
+    assert [each[:3] for each in notes.heard if each[0] == "saved"] == [
+        ("saved", "local", 1),
+        ("saved", "shared", 1),
+    ]
+    figures = next(each[3] for each in notes.heard if each[:2] == ("saved", "shared"))
+    assert figures == play.done(1, "shared").figures
+    assert notes.heard[-2:] == [("note", "metrics"), ("close",)]
+
+
+def test_a_keeper_that_raises_touches_no_save(start: Start) -> None:
+    class Bad(Notes):
+        def saved(self, *arguments: Any) -> None:
+            raise ValueError("a fault of ours")
+
+    play = start(keeper=Bad())
+    play.save(1)
+    play.done(1, "shared")
+    play.wait(lambda: [each for each in play.of(Failed) if each.id is None])
+
+
+def test_a_flush_brings_out_the_newest_snapshot(start: Start) -> None:
+    play = start("local", "shared")
+    play.save(1)
+    play.save(2, "local")
+    play.done(2, "local")
+    play.done(1, "shared")
+    play.writer.tell(Flush())
+    play.done(2, "shared")
+    slot = fill(play.arena, play.id(3))  # of the Memory tier only
+    play.writer.tell(Flush())
+    play.done(3, "local")
+    play.done(3, "shared")
+    play.writer.tell(Flush())
+    play.close()
+    slot.release()
+    assert play.steps() == [1, 2, 3]
+    assert play.writer._depot.images["local"].list()[-1].id.step == 3
+    assert [len(each) for each in play.ends().values()] == [1] * 6
+    assert not play.released(3), "that slot was not given to the writer"
+
+
+def test_a_flush_leaves_alone_what_does_not_count_or_is_being_filled(start: Start) -> None:
+    play = start()
+    old = fill(play.arena, StepId(9, 1, 7))
+    being_filled = play.arena.claim(4096)
+    play.writer.tell(Flush())
+    play.close()
+    assert play.reports == []
+    old.release()
+    being_filled.release()
+
+
+def test_a_choice_that_fails_or_hangs_is_told(start: Start) -> None:
+    answers: list[Any] = [StoreFailed("no network"), threading.Event()]
+
+    def choose(*_: Any) -> None:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        hung.append(answer)
+        answer.wait(60)
+
+    hung: list[threading.Event] = []
+    play = start(flush_choice=choose)
+    object.__setattr__(play.setup, "grace_s", 0.2)
+    play.writer.tell(Flush())
+    play.writer.tell(Flush())
+    play.close()
+    first, second = (each.text for each in play.of(Said))
+    assert "no network" in first
+    assert "not known in 0.2 s" in second
+    hung[0].set()
