@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -58,6 +59,7 @@ _PAUSE_S = 0.2
 _LEAVE_S = 10.0
 """A writer that has reported everything, and was told to close, may take so long to go."""
 _POLL_S = 0.25
+_MOMENT_S = 0.1
 _READ_BYTES = 1 << 18
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that must not end a writer before it can heed them."""
@@ -138,9 +140,10 @@ class Companion:
         """Tell the writer something; never waits."""
         if self._is_here():
             self._put(message)
-            if self._sending.acquire(blocking=False):
+            # Held for moments only; but a handler of signals may have come in the middle of one.
+            if self._sending.acquire(timeout=_MOMENT_S):
                 try:
-                    self._send_outbox(waits=False)
+                    self._send_outbox()
                 finally:
                     self._sending.release()
 
@@ -309,19 +312,25 @@ class Companion:
             except queue.Empty:
                 idle_since = self._see_it_off(idle_since)
                 continue
-            with self._sending:
-                self._send_outbox(waits=True)
+            while True:
+                with self._sending:
+                    full = self._send_outbox()
+                if full is None:
+                    break
+                _wait_until_writable(full)
 
-    def _send_outbox(self, *, waits: bool) -> None:
-        """Send what there is, or as much as the socket takes without waiting."""
-        while self._send(waits=waits):
+    def _send_outbox(self) -> socket.socket | None:
+        """Send what the socket takes without waiting; the socket, if that was not all."""
+        while True:
+            if not self._send():
+                return self._link
             try:
                 item = self._outbox.get_nowait()
             except queue.Empty:
-                return
+                return None
             if item is None:
                 self._is_over = True
-                return
+                return None
             if isinstance(item, _Link):
                 self._link = item.socket
                 with self._lock:
@@ -338,12 +347,12 @@ class Companion:
             if self._link is not None:
                 self._rest = messages.emit(item)
 
-    def _send(self, *, waits: bool) -> bool:
+    def _send(self) -> bool:
         """Send the rest of what was begun; false when the socket is full."""
         while self._rest:
             assert self._link is not None
             try:
-                count = self._link.send(self._rest, 0 if waits else socket.MSG_DONTWAIT)
+                count = self._link.send(self._rest, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             except OSError:  # it has died: the next one is told again
@@ -388,6 +397,14 @@ class Companion:
         if self._process is not None:
             self._process.returncode = 0  # not our child: nothing to wait for
         self._outbox = queue.SimpleQueue()
+
+
+def _wait_until_writable(link: socket.socket) -> None:
+    """For a while; also true of one whose other end is dead."""
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        poll = select.poll()
+        poll.register(link, select.POLLOUT)
+        poll.poll(1000 * _POLL_S)
 
 
 def _reports(link: socket.socket) -> Iterator[Report]:

@@ -28,8 +28,8 @@ hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-# A process takes a third of a second to start, and knows nothing of what a test has patched. Tests of
-# the writer as a process say so; those that start trainers of their own have it in any case.
+# A process takes a third of a second to start, and knows nothing of what a test has patched. Tests
+# of the writer as a process say so; those that start trainers of their own have it in any case.
 CheckpointManager.__init__.__kwdefaults__["writer"] = "thread"  # type: ignore[index]
 tiers.PATIENCE_S = 0.0  # what fails shall be told at once
 

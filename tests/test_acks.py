@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -165,7 +166,7 @@ def play(side: Side, steps: range, broken: Broken, order: random.Random) -> None
             side.acks.failed(id_of(step), tier, StoreFailed("drawn"))
         elif tier == "shared" and side.processes.index == 0 and breaks is not None:
             # Its part does not come: process 0 is told to give the step up.
-            soon(lambda: step in dict(side.given_up))
+            soon(functools.partial(has_given_up, side, step))
             side.acks.failed(id_of(step), tier, dict(side.given_up)[step])
         else:
             side.acks.done(id_of(step), tier)
@@ -200,6 +201,10 @@ def test_any_order_of_shares_and_failures_ends_alike_everywhere() -> None:
                 for tier in TIERS:
                     what = f"seed {seed}: step {step}, {tier}, process {i}"
                     assert failed(pending, tier) == ((step, tier) in broken), what
+
+
+def has_given_up(side: Side, step: int) -> bool:
+    return step in dict(side.given_up)
 
 
 def failed(pending: Pending, tier: str) -> bool:
