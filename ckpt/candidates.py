@@ -218,10 +218,21 @@ def newest_common(
     return max((step for step in common if counts(line, step)), default=None)
 
 
-def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> str | None:
+@dataclass(frozen=True)
+class Made:
+    """What came of the newest images that all processes have."""
+
+    step: StepId
+    why_not: str = ""
+    """Empty: it is a step now."""
+    damaged: bool = False
+    """Is it the images that are to blame, not the store?"""
+
+
+def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> Made | None:
     """Make a step of the newest images that all processes have, if home has none as new.
 
-    A matter of all processes. What fails is told in what is returned, and leaves nothing that a
+    A matter of all processes; None when there is nothing to do. What fails leaves nothing that a
     later attempt would take for a step of its lineage.
 
     Raises:
@@ -253,16 +264,17 @@ def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> 
     wrong = matter.gather("image written", _write_image(store, step, mine[step], listing, number))
     for process, why in enumerate(wrong):
         if why is not None:
-            return f"no step was made of the images of {step}: process {process}: {why}"
-    return matter.decide("made", lambda: _publish(store, step, listing.lineage, number))
+            return Made(step, f"process {process}: {why[1]}", why[0])
+    why = matter.decide("made", lambda: _publish(store, step, listing.lineage, number))
+    return Made(step) if why is None else Made(step, why[1], why[0])
 
 
 def _write_image(
     store: Store, step: StepId, images: Sequence[HostImage], listing: Listing, number: int
-) -> str | None:
-    """The nearest image that is whole, and its part; what went wrong, if all did."""
+) -> Json:
+    """The nearest image that is whole, and its part. If there is none: [damaged, why]."""
     making = publishing.of(store).making(step, number)
-    why = []
+    why, damaged = [], True
     for image in images:
         if not is_of_run(image.header, listing.decisions):
             continue
@@ -276,13 +288,14 @@ def _write_image(
             store.put(f"{making}/{name}", part.emit())
         except CheckpointError as error:
             why.append(f"{image.tier}: {error}")
+            damaged &= isinstance(error, Damaged)
         else:
             return None
-    return "; ".join(why) or "no image of this run"
+    return [damaged, "; ".join(why) or "no image of this run"]
 
 
-def _publish(store: Store, step: StepId, line: Lineage, number: int) -> str | None:
-    """Process 0: as in a roll-forward."""
+def _publish(store: Store, step: StepId, line: Lineage, number: int) -> Json:
+    """Process 0: as in a roll-forward. What went wrong: [damaged, why]."""
     making = publishing.of(store).making(step, number)
     try:
         headers = commit.read_headers(store, making, step.attempt)
@@ -291,5 +304,5 @@ def _publish(store: Store, step: StepId, line: Lineage, number: int) -> str | No
     except Superseded:
         raise
     except CheckpointError as error:
-        return f"no step was made of the images of {step}: {error}"
-    return f"made a step of the images of {step}"
+        return [isinstance(error, Damaged), str(error)]
+    return None

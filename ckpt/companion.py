@@ -23,25 +23,21 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
 
-from ckpt import messages
+from ckpt import launching, messages
 from ckpt.errors import Damaged, StoreFailed
-from ckpt.lines import Lines
+from ckpt.launching import HELD_BACK, LEAVE_S, MODULE, absolute, collect, reports_of
 from ckpt.messages import (
     Close,
     Done,
     Failed,
     Job,
-    Message,
-    Ready,
     Released,
     Report,
     Settled,
@@ -50,20 +46,13 @@ from ckpt.messages import (
     ToWriter,
 )
 from ckpt.unfinished import Unfinished
-from ckpt.writer_process import GRACE_OVER, NO_MESSAGE, OTHER_RELEASE
+from ckpt.writer_process import OTHER_RELEASE
 
-_MODULE = "ckpt.writer_process"
 _ATTEMPTS = 3
 """So many writers in a row may die without having ended anything."""
 _PAUSE_S = 0.2
-_LEAVE_S = 10.0
-"""A writer that has reported everything, and was told to close, may take so long to go."""
 _POLL_S = 0.25
 _MOMENT_S = 0.1
-_READ_BYTES = 1 << 18
-_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that must not end a writer before it can heed them."""
-
 _log = logging.getLogger("ckpt")
 
 
@@ -99,8 +88,8 @@ class Companion:
         StoreFailed: this process may not have more files or threads.
     """
 
-    def __init__(self, setup: Setup, tell: Tell, *, module: str = _MODULE) -> None:
-        self._setup = _absolute(setup)
+    def __init__(self, setup: Setup, tell: Tell, *, module: str = MODULE) -> None:
+        self._setup = absolute(setup)
         self._deliver = tell
         self._module = module
         self._home = os.getpid()
@@ -190,7 +179,7 @@ class Companion:
 
     def _run(self) -> None:
         # The writer is born with these held back, too, and heeds them once it can.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         deaths = 0
         try:
             while (death := self._one_life()) is not None:
@@ -236,7 +225,7 @@ class Companion:
         self._put(_Link(link))
         progressed, fault = False, None
         try:
-            for report in _reports(link):
+            for report in reports_of(link):
                 with self._lock:
                     self._unfinished.heard(report)
                 progressed |= isinstance(report, Done | Failed | Released | Settled)
@@ -246,35 +235,19 @@ class Companion:
             process.kill()
         with contextlib.suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)  # whoever is sending stops
-        how = _collect(process)
+        how = collect(process)
         if fault is not None:
             return _Death(f"it sent what is no message: {fault}", is_final=True)
         code = process.returncode
         return _Death(how, progressed, is_clean=code == 0, is_final=code == OTHER_RELEASE)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        if not sys.executable:
-            raise FileNotFoundError("sys.executable does not say where Python is")
         link, end = self._socketpair()
         try:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    self._module,
-                    str(end.fileno()),
-                    str(self._wake_end.fileno()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(end.fileno(), self._wake_end.fileno()),
-                start_new_session=True,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths())},
-            )
-        except Exception as error:  # subprocess raises more than OSError
+            process = launching.start(self._module, end, self._wake_end)
+        except BaseException:
             self._close(link)
-            raise OSError(str(error)) from error
+            raise
         finally:
             self._close(end)
         with self._lock:
@@ -304,7 +277,7 @@ class Companion:
     # --- another thread: what the writer is told ------------------------------------------------
 
     def _send_all(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         idle_since: float | None = None
         while not self._is_over:
             try:
@@ -369,7 +342,7 @@ class Companion:
         now = time.monotonic()
         if not is_idle or idle_since is None:
             return now if is_idle else None
-        if now - idle_since > _LEAVE_S and self._process is not None:
+        if now - idle_since > LEAVE_S and self._process is not None:
             self._process.kill()
         return idle_since
 
@@ -407,47 +380,6 @@ def _wait_until_writable(link: socket.socket) -> None:
         poll.poll(1000 * _POLL_S)
 
 
-def _reports(link: socket.socket) -> Iterator[Report]:
-    """What the writer reports until it is dead. Raises Damaged."""
-    lines = Lines()
-    is_first = True
-    while True:
-        try:
-            data = link.recv(_READ_BYTES)
-        except OSError:
-            return
-        if not data:
-            return
-        for line in lines.feed(data):
-            report: Message = messages.parse(line)
-            if not isinstance(report, Report) or is_first != isinstance(report, Ready):
-                raise Damaged(f"wanted a report, the first one Ready, found {report}")
-            is_first = False
-            yield report
-
-
-def _collect(process: subprocess.Popen[bytes]) -> str:
-    """Wait for a process that has closed its socket; how it has ended."""
-    try:
-        code = process.wait(_LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = process.wait()
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-            hint = " (by hand, or for want of memory)" if -code == signal.SIGKILL else ""
-            return f"killed by {name}{hint}"
-        return f"killed by signal {-code}"
-    return f"exit status {code}{_REASONS.get(code, '')}"
-
-
-_REASONS = {
-    OTHER_RELEASE: ": it is of another release; was the package replaced while this program ran? "
-    "start the program anew",
-    NO_MESSAGE: ": it was sent what is no message",
-    GRACE_OVER: ": it took this program for dead",
-}
 _CURE = (
     "standard error may tell more; with writer='thread' the saves go on without a process of "
     "their own"
@@ -456,43 +388,6 @@ _CURE = (
 
 def _given_up(death: _Death) -> StoreFailed:
     return StoreFailed(f"the writer does not work: {death.how}; {_CURE}")
-
-
-class _Located(Protocol):
-    @property
-    def location(self) -> str | os.PathLike[str]: ...
-
-
-def _absolute(setup: Setup) -> Setup:
-    """The writer has a working directory of its own."""
-    tiers = {
-        name: replace(tier, location=_absolute_location(tier)) for name, tier in setup.tiers.items()
-    }
-    return replace(setup, tiers=tiers, arena=os.path.abspath(setup.arena))
-
-
-def _absolute_location(tier: _Located) -> str:
-    text = os.fspath(tier.location)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    elif "://" in text:
-        return text
-    else:
-        text = os.path.expanduser(text)
-    return os.path.abspath(text)
-
-
-def _paths() -> list[str]:
-    """Where the writer finds modules: as this program does, but its own first, and those of Python
-    before any that lie beside the user's script and have the same names."""
-    standard = os.path.dirname(os.__file__)
-    absolute = [path for path in sys.path if os.path.isabs(path)]
-    of_python = [p for p in absolute if p in (standard, os.path.join(standard, "lib-dynload"))]
-    others = [path for path in absolute if path not in of_python]
-    package = str(Path(__file__).resolve().parent.parent)
-    if package not in others:
-        others.insert(0, package)
-    return [*of_python, *others]
 
 
 # --- a fork of the trainer -------------------------------------------------------------------

@@ -90,7 +90,7 @@ class ToShared:
     ) -> None:
         self._depot, self._course, self._lane = depot, course, lane
         self._store, self._compression, self._known = store, compression, known
-        self._making = publishing.of(store).making(course.id)
+        self._making = publishing.of(store).making(course.id, course.owner)
         self._compressed: tuple[Header, memoryview] | None = None
         self._written: Header | None = None
         """Its image is durable."""
@@ -214,13 +214,14 @@ class ToShared:
     def _publish(self, headers: Sequence[Header]) -> None:
         """The small files, the marker. The claims that fence it are those of the home."""
         step, owner, home = self._course.id, self._course.owner, self._depot.home
-        marker = commit.finish(self._store, step, headers, self._known)
+        marker = commit.finish(self._store, step, headers, self._known, maker=owner)
         self._lane.beat()
         if self._store is not home:
             mirrors.copy_records(home, self._store)
             attempts.look(home, owner)
             self._lane.beat()
-        commit.publish(self._store, step, marker, self._course.line, owner=owner)
+        line = self._course.line
+        commit.publish(self._store, step, marker, line, owner=owner, maker=owner)
         if self._store is not home:
             attempts.look(home, owner)
 

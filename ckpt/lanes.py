@@ -12,6 +12,7 @@ import errno
 import random
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
@@ -273,8 +274,8 @@ def is_full(error: BaseException | None) -> bool:
 
 def _forget_locals(error: BaseException | None) -> None:
     """An error may stay for long: the images that its frames hold must not."""
-    import traceback
-
-    while error is not None:
+    known: list[BaseException] = []
+    while error is not None and error not in known:
         traceback.clear_frames(error.__traceback__)
+        known.append(error)
         error = error.__cause__ or error.__context__

@@ -15,6 +15,7 @@ waiting, on its devices, for one that holds at the proposal.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from typing import Any, final
 from ckpt.errors import PeerFailed
 from ckpt.listening import Ended, Leaving, number_on
 from ckpt.processes import Processes, has_preemption_service, preempted
+
+_log = logging.getLogger("ckpt")
 
 _POLL_S = 0.5
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
@@ -100,6 +103,7 @@ class Agreement:
         self._changed = threading.Condition()
         self._completed = 0
         self._farthest = 0  # of all, as far as process 0 has heard
+        self._in_question = False  # a proposal was made
         self._hold_at: int | None = None
         self._stop_at: int | None = None
         self._error: BaseException | None = None
@@ -116,6 +120,8 @@ class Agreement:
         """
         with self._changed:
             self._completed += 1
+            if self._error is not None and self._in_question and not last:
+                raise self._error
             if self._hold_at is None or last:
                 return False
             known = self._changed.wait_for(
@@ -161,12 +167,15 @@ class Agreement:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+                if not self._in_question:
+                    _log.warning("on SIGTERM this run will not stop after a common step: %s", error)
 
     def _propose(self, number: int, ahead: int) -> bool:
         """Process 0: is this proposal the one?"""
         with self._changed:
             farthest = max(self._farthest, self._completed)
             proposal = self._hold_at = farthest + ahead
+            self._in_question = True
         self._board.put(f"{self._name}/proposal-{number}", str(proposal))
         answers: dict[str, str] = {}
         look_s = _FIRST_LOOK_S
@@ -188,6 +197,7 @@ class Agreement:
         proposal = int(self._wait(f"proposal-{number}"))
         with self._changed:
             completed = self._completed
+            self._in_question = True
             if completed < proposal:
                 self._hold_at = proposal
         self._board.put(f"{self._name}/answers-{number}/{self._board.index}", str(completed))
@@ -211,9 +221,7 @@ class Agreement:
             text = self._board.get(f"{self._name}/{what}", _POLL_S)
             if text is not None:
                 return text
-            with self._changed:
-                holds = self._hold_at is not None
-            if holds:
+            if self._in_question:
                 for process, why in self._board.below("left").items():
                     raise PeerFailed(f"process {process} takes no part in the run any more: {why}")
 

@@ -193,10 +193,10 @@ class _Mapped:
                 return
             self._readers -= 1
             if self._readers == 0:
+                # Said, not left to the close: the mapping has a descriptor of the same lock.
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
                 if self._retired:
                     os.close(self._fd)
-                else:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def retire(self) -> None:
         """The file is not in its place any more: close it when nobody reads it."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt import attempts, candidates, commit, layout, publishing, records, states
-from ckpt.candidates import HOST_ONLY, Sources
-from ckpt.errors import Damaged, Misuse, NotFound
+from ckpt.candidates import HOST_ONLY, Made, Sources
+from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
 from ckpt.imaged import Hosted, HostImage
 from ckpt.lineage import (
@@ -126,7 +126,7 @@ class Start:
     def _go_on(self, number: int, wish: Wish) -> Started:
         """What an attempt that has claimed the run starts with."""
         told = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
-        sources = self._sources(number)
+        sources, made = self._sources(number)
         listing = sources.listing
         tries = self._candidates(sources, wish)
         skips = wish.skips or skips_of(sources, wish.batches, wish.data)
@@ -138,6 +138,13 @@ class Start:
             if found is not None:
                 restored, source = found
                 break
+        if made is not None and made.why_not and wish.step in (None, made.step.step):
+            lost.append(Lost(made.step.step, made.why_not))
+            if restored is None and not made.damaged:
+                raise StoreFailed(
+                    f"{self.store.location}: the images of {made.step} on the hosts are the only "
+                    f"ones there are, and no step could be made of them: {made.why_not}"
+                )
         restored = _with_unreadable(restored, sources, lost, wish.step)
         lost = with_damaged(lost, listing, restored, wish.step)
         if restored is None and lost:
@@ -182,17 +189,24 @@ class Start:
         process = (self.matter.index, self.matter.count)
         return candidates.look(self.store, self.others, self.host(), process, self.kept_in_memory)
 
-    def _sources(self, number: int) -> Sources:
+    def _sources(self, number: int) -> tuple[Sources, Made | None]:
         """All tiers, once the images of several processes have become a step."""
-        sources = self._look()
+        sources, made = self._look(), None
         for tier, error in sources.hosted.silent.items():
             _log.warning("%s: %s did not answer: %s", self.store.location, tier, error)
         if self.matter.count > 1:
-            told = candidates.make_step(self.matter, number, sources, sources.hosted)
-            if told is not None:
-                _log.info("%s: %s", self.store.location, told)
-                sources = self._look()
-        return sources
+            made = candidates.make_step(self.matter, number, sources, sources.hosted)
+        if made is not None and made.why_not:
+            _log.warning(
+                "%s: no step was made of the images of %s: %s",
+                self.store.location,
+                made.step,
+                made.why_not,
+            )
+        elif made is not None:
+            _log.info("%s: made a step of the images of %s", self.store.location, made.step)
+            sources = self._look()
+        return sources, made
 
     def _same_call(self, wish: Wish) -> None:
         """Nothing is written before all processes are there and want the same."""

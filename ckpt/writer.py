@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import final
 
-from ckpt import commit, lanes, log
+from ckpt import commit, flush, lanes, log
 from ckpt.course import Course
 from ckpt.deliveries import Depot, ToLocal, ToShared
 from ckpt.disk import WINDOW_BYTES
-from ckpt.errors import Damaged, Misuse, StoreFailed, Superseded
+from ckpt.errors import Misuse, StoreFailed, Superseded
 from ckpt.housekeeping import Keeping, MakeKeeper, make_keeper
 from ckpt.lanes import Delivery, Figures, Lane
 from ckpt.lineage import Lineage, StepId, counts
@@ -43,7 +43,7 @@ from ckpt.messages import (
     ToWriter,
     Trouble,
 )
-from ckpt.slots import Slots, step_of
+from ckpt.slots import Slots
 from ckpt.store import Store, open_store
 from ckpt.tiers import Local, Shared, patience_of
 
@@ -55,17 +55,6 @@ KEEPER_S = 60.0
 
 FlushChoice = Callable[[Slots, Begin, Setup, Store], tuple[StepId, int] | None]
 """Which snapshot is the newest of the run, and its slot here; None: there is none to be flushed."""
-
-
-def newest_here(slots: Slots, begin: Begin, setup: Setup, home: Store) -> tuple[StepId, int] | None:
-    """The newest snapshot of this process that counts, if there is no other process."""
-    found = []
-    if setup.count == 1:
-        for slot, header in slots.valid():
-            with contextlib.suppress(Damaged):
-                if counts(begin.line, step := step_of(header)):
-                    found.append((step, slot))
-    return max(found, default=None)
 
 
 class _Wake:
@@ -93,7 +82,7 @@ class Writer:
         stores: Mapping[str, Store] | None = None,
         *,
         make_keeper: MakeKeeper | None = make_keeper,
-        flush_choice: FlushChoice = newest_here,
+        flush_choice: FlushChoice = flush.choose,
     ) -> None:
         self._setup, self._tell, self._flush_choice = setup, tell, flush_choice
         shared = {n: tier for n, tier in setup.tiers.items() if isinstance(tier, Shared)}

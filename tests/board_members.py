@@ -78,7 +78,7 @@ def at_once(
         except Exception as error:
             found[index] = error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

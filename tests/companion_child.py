@@ -43,7 +43,7 @@ def main() -> None:
         companion.tell(Job(StepId(step, 1, 1), ("shared",), None, figures))
     if what == "forked" and os.fork() == 0:
         # Holds no socket, or the writer would think that the trainer lives.
-        companion.tell(Note({"from": "a child"}))
+        companion.tell(Note({"event": "of a child"}))
         companion.close()
         assert not companion.is_alive
         signal.pause()

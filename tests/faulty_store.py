@@ -13,6 +13,7 @@ from typing import Literal, final
 from ckpt.errors import StoreFailed
 from ckpt.open_images import ImageReader
 from ckpt.store import Entry, FileStore, Store
+from ckpt.windows import Source, size_of, window_of
 
 
 class Died(BaseException):
@@ -86,11 +87,11 @@ class FaultyStore(Store):
     def move(self, source: str, target: str) -> None:
         self._mutate(f"move {source} {target}", lambda: self.inner.move(source, target), _nothing)
 
-    def write_image(self, key: str, data: memoryview, cuts: Sequence[int] = ()) -> None:
+    def write_image(self, key: str, data: Source, cuts: Sequence[int] = ()) -> None:
         self._mutate(
             f"write_image {key}",
             lambda: self.inner.write_image(key, data, cuts),
-            lambda: self.inner.write_image(key, data[: data.nbytes // 2]),
+            lambda: self.inner.write_image(key, window_of(data, 0, size_of(data) // 2)),
         )
 
     def append(self, key: str, data: bytes) -> None:

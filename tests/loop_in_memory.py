@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,12 @@ class MemoryManager:
         self.reasons: list[str] = []
         self.guard_before_rewind: Any = None
         self.fails: BaseException | None = None
+        self.refuses_rewind: BaseException | None = None
+        self.notes: list[dict[str, Any]] = []
+
+    def note(self, entry: dict[str, Any]) -> None:
+        json.dumps(entry, allow_nan=False)
+        self.notes.append(entry)
 
     def should_save(self, step: int) -> bool:
         return step % self.every == 0
@@ -147,6 +154,8 @@ class MemoryManager:
     ) -> Restored:
         assert loading == Loading()
         assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(like))
+        if self.refuses_rewind:
+            raise self.refuses_rewind
         self.log.append(("rewound", to, skip_steps))
         assert skip_steps.start > to, "the real one refuses what `to` has learnt from"
         self.reasons.append(reason)

@@ -39,13 +39,15 @@ class Played:
         self.tell_trainer = tell
         self.queue: queue.SimpleQueue[ToWriter] = queue.SimpleQueue()
         self.tell = self.queue.put
-        self.begun = False
+        self.begun = self.stays = False
         self.thread = threading.Thread(target=self.loop, daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         self.queue.put(Close())
         self.thread.join()
+        if self.stays:
+            time.sleep(600)
 
     def write_down(self, text: str) -> None:
         with (self.place / "done").open("a") as file:
@@ -62,6 +64,7 @@ class Played:
                     self.write_down("flush")
                 case Note() as note:
                     self.write_down(f"note {note.event}")
+                    self.stays |= note.event["event"] == "stay"
                 case Settle():
                     self.tell_trainer(Settled())
                 case Job() as job:

@@ -21,6 +21,7 @@ from process_stage import (
 
 from ckpt import commit, start
 from ckpt.store import FileStore
+from ckpt.windows import Source, size_of, window_of
 
 
 def die() -> None:
@@ -32,11 +33,11 @@ def killed_before_its_part(stage: Stage) -> dict[str, Any]:
     """Process 1 dies while it writes its image of step 3."""
     good = FileStore.write_image
 
-    def write(self: FileStore, key: str, data: memoryview) -> None:
+    def write(self: FileStore, key: str, data: Source) -> None:
         if stage.index == 1 and "/3.orbax" in key:
             path = stage.root / key
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data[: len(data) // 2])
+            path.write_bytes(window_of(data, 0, size_of(data) // 2))
             die()
         good(self, key, data)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ckpt import messages
+from ckpt import companion, messages
 from ckpt.companion import Companion
 from ckpt.errors import Damaged, StoreFailed
 from ckpt.lineage import Reach, StepId
@@ -178,6 +178,20 @@ def test_close_waits_for_all_that_is_under_way(tmp_path: Path) -> None:
     assert not trainer.companion.is_alive
     assert_gone(trainer.companion.pid)
     trainer.companion.close()
+
+
+def test_a_writer_that_does_not_go_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(companion, "LEAVE_S", 0.3)
+    trainer = Trainer(tmp_path / "run")
+    trainer.save(1, wait=0.5)
+    trainer.companion.tell(Note({"event": "stay"}))
+    trainer.companion.close()
+    trainer.must_have_all_once()
+    assert trainer.companion.restarts == 0
+    assert "killed by SIGKILL" in caplog.text
+    assert_gone(trainer.companion.pid)
 
 
 def test_leave_waits_in_its_thread(tmp_path: Path) -> None:

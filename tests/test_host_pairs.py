@@ -121,6 +121,11 @@ def test_one_damaged_image_of_two_processes_falls_back_to_home(pair: Pair) -> No
     restored = pair.together(lambda h: h.start())
     for host, each in zip(pair.hosts, restored, strict=True):
         check(each, host, 1, "shared")
+        (lost,) = each.report.lost
+        assert lost.step == 2
+        assert "process 1: memory: " in lost.reason
+        assert host.started is not None
+        assert (host.started.decision.kind, host.started.decision.branch) == ("fallback", 3)
     assert ckpt.open(pair.root).all_steps() == [1]
     # It stays lost: what was begun of it at home is removed by the next attempt.
     for host in pair.hosts:
@@ -142,8 +147,43 @@ def test_home_fails_while_the_step_is_made(pair: Pair, monkeypatch: pytest.Monke
         raise StoreFailed("planted")
 
     monkeypatch.setattr("ckpt.commit.finish", down)
-    assert [r.report.fresh for r in pair.together(lambda h: h.start())] == [True, True]
+    errors = pair.together(lambda h: h.start())
+    assert [type(error) for error in errors] == [StoreFailed] * 2, "it is no fresh run"
+    assert "no step could be made of them: planted" in str(errors[0])
+    for host in pair.hosts:
+        host.die()
     monkeypatch.undo()
+    restored = pair.together(lambda h: h.start())
+    for host, each in zip(pair.hosts, restored, strict=True):
+        check(each, host, 1, "shared")
+
+
+def test_with_an_older_step_at_home_a_failure_there_costs_only_the_newer_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(host: Host) -> None:
+        host.start()
+        host.copy(1).slot.release()
+        host.die()
+
+    assert pair.together(save) == [None, None]
+
+    def go_on(host: Host) -> None:
+        assert host.start().step == 1
+        host.copy(2).slot.release()
+        host.die()
+
+    assert pair.together(go_on) == [None, None]
+
+    def down(*_: Any, **__: Any) -> Any:
+        raise StoreFailed("planted")
+
+    monkeypatch.setattr("ckpt.commit.publish", down)
+    restored = pair.together(lambda h: h.start())
+    for host, each in zip(pair.hosts, restored, strict=True):
+        check(each, host, 1, "shared")
+        assert [(lost.step, lost.reason) for lost in each.report.lost] == [(2, "planted")]
+    assert "no step was made of the images of step 2" in caplog.text
 
 
 def test_images_of_another_number_of_processes_make_no_step(pair: Pair, tmp_path: Path) -> None:

@@ -187,3 +187,63 @@ def test_values_are_read_late_and_where_a_step_is_saved() -> None:
             run.update(run.state, loss=Value(step), other=1.0 if step >= 10 else Unreadable())
             seen[step] = max(reads, default=0)
     assert seen == {**{n: max(0, n - 2) for n in range(1, 10)}, 10: 10, 11: 10, 12: 12}
+
+
+@pytest.mark.parametrize("again", [0, 1, 2, 6])
+def test_killed_between_a_rewind_and_the_first_save_after_it(again: int) -> None:
+    """The guard goes on as it was after the rewind, so a second spike counts from there."""
+    bad = frozenset({22, 23, 50, 51})
+    expected, _ = run_to(MemoryManager(), 70, bad=bad)
+    assert len(expected.rewinds) == 2
+
+    class Killed(MemoryManager):
+        kills = 0
+
+        def rewind(self, *args: Any, **given: Any) -> Any:
+            restored = super().rewind(*args, **given)
+            if self.kills:
+                self.kills -= 1
+                raise KeyboardInterrupt  # the decision stands, and nobody hears of it
+            return restored
+
+    manager = Killed()
+    for kills in (1, 1):
+        manager.kills = kills
+        with pytest.raises(KeyboardInterrupt):
+            run_to(manager, 70, bad=bad)
+        manager.kills = 0
+        for crash_after in range(again):  # and again, before anything is saved
+            with pytest.raises(KeyboardInterrupt):
+                run_to(manager, 70, bad=bad, crash_after=min(crash_after + 1, 4))
+    run, _ = run_to(manager, 70, bad=bad)
+    assert plain(run.state) == plain(expected.state)
+    history = GuardState.from_json(manager.lineage[70][0].guard).history
+    assert [spike.onset for spike in history] == [23, 43]
+    assert run._guard_state == expected._guard_state
+
+
+def test_three_rewinds_in_a_row_and_one_too_many_across_restarts(manager: MemoryManager) -> None:
+    """Each spike comes right after the rewind of the one before; the count is the run's."""
+    found: list[type[BaseException]] = []
+    while len(found) < 40 and TooManyRewinds not in found:
+        with pytest.raises((KeyboardInterrupt, TooManyRewinds)) as caught:
+            run_to(manager, 300, bad=frozenset(range(20, 300)), crash_after=7)
+        found.append(caught.type)
+    assert TooManyRewinds in found
+    assert len(getattr(caught.value, "history", ())) == GUARD.max_rewinds + 1
+    assert found.count(KeyboardInterrupt) > 3
+    assert len([each for each in manager.log if each[0] == "rewound"]) == GUARD.max_rewinds
+
+
+def test_a_rewind_and_the_cost_of_saves_are_noted(manager: MemoryManager) -> None:
+    run_to(manager, 60, bad=frozenset({22, 23}))
+    (spike,) = [each for each in manager.notes if each["event"] == "spike"]
+    assert (spike["onset"], spike["seen"], spike["to"], spike["suspect"]) == (23, 24, 15, [])
+    costs = [each for each in manager.notes if each["event"] == "inflation"]
+    assert {each["step"] for each in costs} <= {e[1] for e in manager.log if e[0] == "saved"}
+    assert len(costs) > 5
+    assert all(each["steps"] == 1 for each in costs)
+    late = MemoryManager(every=1)
+    run_to(late, 30, bad=frozenset({22, 23}))
+    (spike,) = [each for each in late.notes if each["event"] == "spike"]
+    assert spike["suspect"] == [23]  # saved while it was not yet clear that it was a spike

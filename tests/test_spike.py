@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import Damaged, Misuse, NotFound
-from ckpt.spike import GuardState, Rewind, SpikeGuard, TooManyRewinds
+from ckpt.lineage import Decision, StepId
+from ckpt.retention import Keep
+from ckpt.spike import (
+    GuardState,
+    Rewind,
+    Spike,
+    SpikeGuard,
+    TooManyRewinds,
+    must_be_served,
+    suspects,
+)
+from ckpt.tiers import Local, Memory, Shared, Tiers
 
 SMALL = SpikeGuard(
     window=32, warm_up=20, cool_down=5, margin=10, skip_before=3, skip_after=8, max_rewinds=3
@@ -182,14 +194,122 @@ def test_one_rewind_too_many_raises_and_tells_all_of_them() -> None:
 )
 def test_a_restart_at_any_step_decides_the_same(values: list[float], cut: int) -> None:
     guard = replace(SMALL, max_rewinds=1000)
-    straight, resumed = GuardState(), GuardState()
+    straight, resumed, often = GuardState(), GuardState(), GuardState()
     for step, value in enumerate(values, 1):
         straight, one = guard.observe(straight, step, value)
         resumed, two = guard.observe(resumed, step, value)
-        assert one == two
+        often, three = guard.observe(often, step, value)
+        assert one == two == three
+        often = reread(often)
         if step == cut:
-            resumed = GuardState.from_json(json.loads(json.dumps(resumed.to_json())))
-    assert straight == resumed
+            resumed = reread(resumed)
+    assert straight == resumed == often
+
+
+def reread(state: GuardState) -> GuardState:
+    return GuardState.from_json(json.loads(json.dumps(state.to_json(), allow_nan=False)))
+
+
+@given(
+    values=st.lists(
+        st.sampled_from([1.0, 1.1, 1.2, 9.0, 80.0, math.nan, math.inf]), min_size=40, max_size=120
+    ),
+    every=st.integers(1, 9),
+)
+def test_restarts_between_rewinds_decide_the_same(values: list[float], every: int) -> None:
+    """A run that goes back on each firing, with the state of the step it goes back to."""
+    guard = SpikeGuard(
+        window=8, warm_up=4, cool_down=2, consecutive=2, margin=4, skip_before=1, skip_after=2
+    )
+
+    def play(keep: Any) -> list[Any]:
+        state, saved, told = GuardState(), {0: GuardState()}, []
+        for value in values:
+            try:
+                state, rewind = guard.observe(keep(state), state.step + 1, value)
+            except TooManyRewinds as error:
+                return [*told, [str(spike) for spike in error.history]]
+            if rewind is not None:
+                to = guard.target(saved, rewind.onset)
+                saved = {step: each for step, each in saved.items() if step <= to}
+                state = guard.rewound(keep(state), keep(saved[to]), to)
+                told.append((str(rewind), to))
+            elif state.step % every == 0:
+                saved[state.step] = keep(state)
+        return told
+
+    assert play(lambda state: state) == play(reread)
+
+
+def test_numbers_of_numpy_are_taken_as_they_are() -> None:
+    guard = replace(SMALL, window=np.int64(16), margin=np.int32(10))
+    assert type(guard.window) is int
+    state = GuardState()
+    for step in range(1, 40):
+        state, _ = guard.observe(state, np.int64(step), np.float32(1.5))
+    assert reread(state) == state
+
+
+def test_any_tier_that_keeps_steps_long_enough_serves_the_guard() -> None:
+    memory, local = Memory(every=1), Local("/ssd", every=2)
+    near = Shared("/near", every=5, keep=Keep(last=2))
+
+    def served(*tiers: Any) -> None:
+        must_be_served(replace(SMALL, lag=2), Tiers.of(tiers))
+
+    assert SMALL.reach == 12
+    for enough in (
+        Shared("/far", every=6, keep=Keep(last=3)),
+        Shared("/far", every=100, keep=Keep(last=1, every=500)),
+        Shared("/far"),
+    ):
+        served(memory, local, near, enough)
+        served(enough)
+    served(Local("/ssd", every=2, keep=Keep(last=7)), near)
+    served(Memory(keep=Keep(last=13)), near)
+    with pytest.raises(Misuse, match="goes back 12 steps") as caught:
+        served(memory, local, near)
+    assert "of the steps that shared saves every 5 only the last 2 are kept" in str(caught.value)
+    assert "use Keep(last=4) there" in str(caught.value)
+    with pytest.raises(Misuse, match=r"that local saves every 10 only the last 2 .*Keep\(last=3\)"):
+        served(Local("/ssd", every=10), near)
+
+
+def test_steps_saved_after_the_onset_are_suspect_on_the_branch_that_was_left() -> None:
+    def spiked(*onsets: int) -> Any:
+        history = tuple(Spike(onset, onset + 2, 9.0, 3.0) for onset in onsets)
+        return GuardState(history=history).to_json()
+
+    def step(number: int, branch: int, attempt: int) -> StepId:
+        return StepId(number, branch, attempt)
+
+    first = [step(n, 1, 1) for n in (10, 20, 30)] + [step(40, 1, 2)]
+    second = [step(n, 3, 3) for n in (30, 40, 50)]
+    last = [step(n, 5, 5) for n in (50, 60)]
+    decisions = {
+        1: Decision(1, "start", None, 1),
+        2: Decision(2, "resume", step(30, 1, 1), 1),
+        3: Decision(3, "rewind", step(20, 1, 1), 3, guard=spiked(30)),
+        4: Decision(4, "rewind", step(40, 3, 3), 4, reason="by hand"),
+        5: Decision(5, "rewind", step(40, 3, 3), 5, guard=spiked(30, 45)),
+        7: Decision(7, "resume", step(60, 5, 5), 5, guard=spiked(30, 45)),
+    }
+    found = suspects(decisions, [*first, *second, *last])
+    # Attempt 4 had left step 50 before the spike at 45 was seen: it is not on that lineage.
+    assert {step: spike.onset for step, spike in found.items()} == {
+        first[2]: 30,
+        first[3]: 30,
+    }
+    del decisions[4]
+    found = suspects(decisions, [*first, *second, *last])
+    assert {step: spike.onset for step, spike in found.items()} == {
+        first[2]: 30,
+        first[3]: 30,
+        second[2]: 45,
+    }
+    assert suspects({}, first) == {}
+    with pytest.raises(Damaged):
+        suspects({**decisions, 8: replace(decisions[5], attempt=8, guard={})}, first)
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=3), st.lists, max_leaves=5))
@@ -214,6 +334,9 @@ def test_each_field_of_the_state_is_checked(field: str, bad: object) -> None:
         ({"skip_before": 10}, "skip_before = 10 must be below margin = 10"),
         ({"threshold": math.nan}, "threshold: wanted a finite number"),
         ({"lag": True}, "lag"),
+        ({"window": 12.0}, "window: wanted a whole number from 3 on, found float 12.0"),
+        ({"threshold": True}, "threshold: wanted a finite number >= 0, found True"),
+        ({"min_rise": "0.1"}, "min_rise: wanted a finite number >= 0, found str '0.1'"),
         ({"max_rewinds": -1}, "max_rewinds"),
     ],
 )

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_store_kv import memory_store
 from writer_runs import (
     Notes,
     Play,
     Start,
     Weather,
+    begin_run,
     check_values,
     fill,
     quick,
@@ -36,12 +38,9 @@ from ckpt.messages import (
     Begin,
     Done,
     Failed,
-    Flush,
     Job,
-    Note,
     Released,
     Report,
-    Said,
     Settle,
     Settled,
     Setup,
@@ -406,86 +405,18 @@ def test_a_peer_that_is_not_heard_of_is_named(tmp_path: Path) -> None:
     second.close()
 
 
-# --- keeper and flush -----------------------------------------------------------------------------
-
-
-def test_the_keeper_hears_of_everything(start: Start) -> None:
-    notes = Notes()
-    play = start("local", "shared", keeper=notes)
-    play.save(1, blocking_s=0.1)
-    play.done(1, "shared")
-    play.writer.tell(Note({"event": "metrics"}))
+def test_a_bucket_gets_steps_window_by_window(start: Start, tmp_path: Path) -> None:
+    store = memory_store()
+    begun = begin_run(store)
+    play = start("local", "shared", stores={"shared": store}, begun=begun, patience_s=60)
+    for step in (1, 2):
+        play.save(step, size=50_000)
     play.close()
-    assert notes.heard[0] == ("begin", 1)
-    assert [each[:3] for each in notes.heard if each[0] == "saved"] == [
-        ("saved", "local", 1),
-        ("saved", "shared", 1),
-    ]
-    figures = next(each[3] for each in notes.heard if each[:2] == ("saved", "shared"))
-    assert figures == play.done(1, "shared").figures
-    assert notes.heard[-2:] == [("note", "metrics"), ("close",)]
-
-
-def test_a_keeper_that_raises_touches_no_save(start: Start) -> None:
-    class Bad(Notes):
-        def saved(self, *arguments: Any) -> None:
-            raise ValueError("a fault of ours")
-
-    play = start(keeper=Bad())
-    play.save(1)
-    play.done(1, "shared")
-    play.wait(lambda: [each for each in play.of(Failed) if each.id is None])
-
-
-def test_a_flush_brings_out_the_newest_snapshot(start: Start) -> None:
-    play = start("local", "shared")
-    play.save(1)
-    play.save(2, "local")
-    play.done(2, "local")
-    play.done(1, "shared")
-    play.writer.tell(Flush())
-    play.done(2, "shared")
-    slot = fill(play.arena, play.id(3))  # of the Memory tier only
-    play.writer.tell(Flush())
-    play.done(3, "local")
-    play.done(3, "shared")
-    play.writer.tell(Flush())
-    play.close()
-    slot.release()
-    assert play.steps() == [1, 2, 3]
-    assert play.writer._depot.images["local"].list()[-1].id.step == 3
-    assert [len(each) for each in play.ends().values()] == [1] * 6
-    assert not play.released(3), "that slot was not given to the writer"
-
-
-def test_a_flush_leaves_alone_what_does_not_count_or_is_being_filled(start: Start) -> None:
-    play = start()
-    old = fill(play.arena, StepId(9, 1, 7))
-    being_filled = play.arena.claim(4096)
-    play.writer.tell(Flush())
-    play.close()
-    assert play.reports == []
-    old.release()
-    being_filled.release()
-
-
-def test_a_choice_that_fails_or_hangs_is_told(start: Start) -> None:
-    answers: list[Any] = [StoreFailed("no network"), threading.Event()]
-
-    def choose(*_: Any) -> None:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        hung.append(answer)
-        answer.wait(60)
-
-    hung: list[threading.Event] = []
-    play = start(flush_choice=choose)
-    object.__setattr__(play.setup, "grace_s", 0.2)
-    play.writer.tell(Flush())
-    play.writer.tell(Flush())
-    play.close()
-    first, second = (each.text for each in play.of(Said))
-    assert "no network" in first
-    assert "not known in 0.2 s" in second
-    hung[0].set()
+    assert [each.step for each in attempts.list_run(store).counting] == [1, 2]
+    local = play.writer._depot.images["local"]
+    for step in (1, 2):
+        with (
+            local.open(play.id(step)) as image,
+            store.open_image(f"branch-1/{step}/{layout.image_name(1, 0)}") as there,
+        ):
+            assert there.read(0, there.size_bytes) == image.read(0, image.size_bytes)
