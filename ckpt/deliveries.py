@@ -15,7 +15,7 @@ from typing import final
 
 from ckpt import attempts, commit, layout, mirrors, promotion, publishing
 from ckpt.course import Course
-from ckpt.errors import CheckpointError, Damaged, NotFound, PeerFailed
+from ckpt.errors import CheckpointError, Damaged, NotFound, PeerFailed, StoreFailed
 from ckpt.image import Header
 from ckpt.lanes import Figures, Lane
 from ckpt.local import LocalImages
@@ -238,7 +238,8 @@ def _source(depot: Depot, course: Course, lane: Lane) -> Iterator[tuple[Header, 
     What comes from a Local tier has been verified.
 
     Raises:
-        Damaged: the Local image is, and the slot was given back. NotFound: there is none.
+        Damaged, StoreFailed: the Local image is, or its disk has, and the slot was given back.
+        NotFound: there is none.
     """
     step, tier = course.id, lane.tier
     if course.job.slot is None:
@@ -256,7 +257,7 @@ def _source(depot: Depot, course: Course, lane: Lane) -> Iterator[tuple[Header, 
                 reader = opened.enter_context(images.open(step))
                 header, windows = images.header_of(step, reader), ImageWindows(reader)
                 promotion.verify(header, windows, lane.beat_bulk)
-            except (NotFound, Damaged) as error:
+            except (NotFound, Damaged, StoreFailed) as error:
                 faults.append(error)
                 continue
             yield header, windows
@@ -266,9 +267,10 @@ def _source(depot: Depot, course: Course, lane: Lane) -> Iterator[tuple[Header, 
             header, data = opened.enter_context(depot.slots.reading(slot, step))
             yield header, data
             return
-    for fault in faults:
-        if isinstance(fault, Damaged):
-            raise fault
+    for kind in (StoreFailed, Damaged):  # the first may pass
+        for fault in faults:
+            if isinstance(fault, kind):
+                raise fault
     text = f"{step}: its slot was given back, and no Local tier has its image"
     raise NotFound(text) from next(iter(faults), None)
 

@@ -16,11 +16,17 @@ from pathlib import Path
 
 import jax
 import process_kills
+import process_loops
 import process_scenes
 import process_troubles
 from process_stage import Stage
 
-SCENES = {**process_scenes.SCENES, **process_troubles.SCENES, **process_kills.SCENES}
+SCENES = {
+    **process_scenes.SCENES,
+    **process_troubles.SCENES,
+    **process_kills.SCENES,
+    **process_loops.SCENES,
+}
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from ckpt.errors import Misuse, NotFound
 from ckpt.retention import Keep
 from ckpt.run import Run
 from ckpt.spike import GuardState, SpikeGuard, TooManyRewinds
+from ckpt.tiers import Local, Memory, Shared, Tiers
 
 
 @pytest.fixture
@@ -148,6 +149,20 @@ def test_a_guard_that_keep_cannot_serve_is_refused_before_anything_is_written() 
     enter(100, Keep(last=3), SpikeGuard())  # that of the README
     enter(1, Keep(last=1, every=50))
     enter(1, Keep())
+
+
+def test_with_several_tiers_one_that_serves_the_guard_is_enough() -> None:
+    def enter(*tiers: Any) -> None:
+        manager: Any = MemoryManager(5, Keep(last=1))
+        manager.tiers = Tiers.of(tiers)
+        with Run(manager, start(), Batches(), steps=0, guard=GUARD):
+            pass
+
+    near = Shared("memory", every=5, keep=Keep(last=1))
+    enter(Memory(), near, Shared("far", every=10, keep=Keep(last=2)))
+    enter(Local("/disk", every=1, keep=Keep(last=7)), near)
+    with pytest.raises(Misuse, match=r"no tier keeps steps that long: .*shared saves every 5"):
+        enter(Memory(), near)
 
 
 def test_a_guard_wants_data_that_can_skip(manager: MemoryManager) -> None:

@@ -186,6 +186,23 @@ def test_if_local_fails_shared_goes_on_from_the_slot(start: Start, tmp_path: Pat
     assert len(play.of(Released)) == 1
 
 
+def test_a_local_disk_that_cannot_be_read_is_tried_again(start: Start, tmp_path: Path) -> None:
+    store = Weather(tmp_path / "shared")
+    play = start("local", "shared", stores={"shared": store}, patience_s=60)
+    store.calm.clear()
+    play.save(1)
+    play.done(1, "local")
+    directory = play.writer._depot.images["local"].directory
+    directory.chmod(0o770)
+    store.calm.set()
+    play.wait(lambda: play.troubles("shared"))
+    assert "mode 0700" in play.troubles("shared")[-1]
+    directory.chmod(0o700)
+    play.done(1, "shared")
+    play.close()
+    assert play.steps() == [1]
+
+
 # --- a store that hangs --------------------------------------------------------------------------
 
 
