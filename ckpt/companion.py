@@ -182,7 +182,8 @@ class Companion:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         deaths = 0
         try:
-            while (death := self._one_life()) is not None:
+            while True:
+                death = self._one_life()
                 deaths = 1 if death.progressed else deaths + 1
                 given_up = death.is_final or deaths >= _ATTEMPTS
                 with self._lock:
@@ -234,8 +235,12 @@ class Companion:
             fault = error
             process.kill()
         with contextlib.suppress(OSError):
-            link.shutdown(socket.SHUT_RDWR)  # whoever is sending stops
+            link.shutdown(socket.SHUT_RDWR)  # whoever waits to send stops
         how = collect(process)
+        with self._sending:
+            if self._link is link:
+                self._link, self._rest = None, b""
+        self._close(link)
         if fault is not None:
             return _Death(f"it sent what is no message: {fault}", is_final=True)
         code = process.returncode
@@ -329,7 +334,6 @@ class Companion:
             except BlockingIOError:
                 return False
             except OSError:  # it has died: the next one is told again
-                self._close(self._link)
                 self._link, self._rest = None, b""
                 return True
             self._rest = self._rest[count:]

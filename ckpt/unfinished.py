@@ -96,13 +96,16 @@ class Unfinished:
             self._abandons.pop(id, None)
 
     def at_death(self) -> list[Report]:
-        """What the writer would have reported next, had it lived."""
+        """What the writer has not come to report, although it is so; taken for heard."""
         reports: list[Report] = [Trouble(tier, "") for tier in sorted(self._troubles)]
-        return reports + [
+        reports += [
             Released(job.id, job.slot)
             for job in self._jobs
             if job.slot is not None and not job.tiers
         ]
+        for report in reports:
+            self.heard(report)
+        return reports
 
     def again(self) -> list[ToWriter]:
         """For a new writer, after its setup: all that the one before it has not ended."""
