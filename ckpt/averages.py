@@ -25,10 +25,14 @@ def mean(values: Sequence[float]) -> float:
     for value in values:
         if not math.isfinite(value):
             return value
+    scale = 1.0
     try:
-        return math.fsum(values) / len(values)
+        total = math.fsum(values)
     except OverflowError:
-        return math.fsum(value / len(values) for value in values)
+        scale = 2.0 ** -len(values).bit_length()
+        total = math.fsum(value * scale for value in values)
+    # Rounding must not lead beyond the values, nor beyond what is finite.
+    return min(max(total / len(values) / scale, min(values)), max(values))
 
 
 @final
