@@ -69,7 +69,7 @@ class Installed:
         """Undo it. Idempotent; in any order and thread.
 
         A handler that somebody installed over this one stays. In other threads than the main one
-        the handler stays, and passes the signal on; it goes with the next call in the main thread.
+        the handler stays until the next signal, which it passes on, or the next call in the main one.
         """
         if not self.is_active:
             return
@@ -130,6 +130,10 @@ class _Takeover:
             _sigaction(_SIGTERM, ctypes.byref(self._action), None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not _told and self.is_on_top():  # put back where handlers cannot be: this is the place
+            _settle()
+            signal.raise_signal(number)
+            return
         for fd in list(_told):
             with contextlib.suppress(OSError):  # full, or nobody is there to read it
                 os.write(fd, bytes([number]))
