@@ -69,7 +69,7 @@ class Installed:
         """Undo it. Idempotent; in any order and thread.
 
         A handler that somebody installed over this one stays. In other threads than the main one
-        the handler stays until the next signal, which it passes on, or the next call in the main one.
+        ours stays until the next signal, which it passes on, or the next call in the main thread.
         """
         if not self.is_active:
             return
