@@ -23,7 +23,7 @@ from tools.bench.cases import STEP_S
 from tools.bench.interference_worker import Save, Task
 from tools.bench.sides import ORBAX, PROCESS, THREAD
 from tools.bench.spreads import Spread
-from tools.bench.table import closing, environment, seconds, times
+from tools.bench.table import closing, environment, milliseconds, times
 
 SIDES = (ORBAX, THREAD, PROCESS)
 FIGURES = ("blocking_s", "inflation_s", "lost_s", "durable_s", "longest_s")
@@ -198,7 +198,7 @@ def show(result: Result, console: Console) -> None:
     pairs = len(next(iter(result.runs.values())))
     console.print(
         f"[bold]interference[/]: {result.leaves} leaves, {result.nbytes / 2**20:,.0f} MiB; "
-        f"medians of each process, their median (least to greatest) over {pairs} pairs",
+        f"ms: medians of each process, their median (least to greatest) over {pairs} pairs",
         highlight=False,
     )
     table = Table()
@@ -210,24 +210,24 @@ def show(result: Result, console: Console) -> None:
         "of any save",
         "first save",
         "durable",
-        "undisturbed step",
+        "step alone",
     ):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for side in result.runs:
         table.add_row(
             side,
-            *(seconds(result.spread(side, each)) for each in FIGURES[:3]),
-            seconds(result.every(side, "lost_s")),
-            seconds(result.first(side)),
-            seconds(result.spread(side, "durable_s")),
-            seconds(result.step(side)),
+            *(milliseconds(result.spread(side, each)) for each in FIGURES[:3]),
+            milliseconds(result.every(side, "lost_s")),
+            milliseconds(result.first(side)),
+            milliseconds(result.spread(side, "durable_s")),
+            f"{1e3 * result.step(side).median:.3g}",
         )
     table.add_section()
     for side in result.runs:
         if side != ORBAX and ORBAX in result.runs:
             found = {figure: times(result.ratio(side, figure)) for figure in RATIOS}
-            cells = (found["blocking_s"], "", found["lost_s"], "", "", found["durable_s"], "")
-            table.add_row(f"{side} / {ORBAX}", *cells)
+            row = (found["blocking_s"], "", found["lost_s"], "", "", found["durable_s"], "")
+            table.add_row(f"{side} / {ORBAX}", *row)
     console.print(table)
     console.print(
         "lost in all: by how much later the loop is than without the save; of any save: the same, "

@@ -147,6 +147,13 @@ def seconds(spread: Spread) -> str:
     return f"{median} {unit} ({least}..{greatest})"
 
 
+def milliseconds(spread: Spread) -> str:
+    """Median and range, where the heading says the unit."""
+    figures = [1e3 * found for found in (spread.median, spread.least, spread.greatest)]
+    median, least, greatest = (f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in figures)
+    return f"{median} ({least}..{greatest})"
+
+
 def times(spread: Spread | None) -> str:
     """A ratio."""
     if spread is None:
