@@ -148,10 +148,10 @@ def seconds(spread: Spread) -> str:
 
 
 def milliseconds(spread: Spread) -> str:
-    """Median and range, where the heading says the unit."""
+    """Median and range, if there is one, where the heading says the unit."""
     figures = [1e3 * found for found in (spread.median, spread.least, spread.greatest)]
     median, least, greatest = (f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in figures)
-    return f"{median} ({least}..{greatest})"
+    return median if spread.least == spread.greatest else f"{median} ({least}..{greatest})"
 
 
 def times(spread: Spread | None) -> str:
