@@ -33,7 +33,7 @@ from orbax_steps import mesh_sharding
 from s3_server import BUCKET, Proxy, s3_server
 
 import ckpt
-from ckpt import commit, image, specs, writer
+from ckpt import commit, deliveries, image, specs
 from ckpt.errors import AlreadyExists, Damaged, Misuse
 from ckpt.image import Header
 from ckpt.reader import Reader
@@ -196,7 +196,7 @@ def test_the_slot_is_an_image_all_the_while_and_free_before_the_step_is_written(
     """With one slot the next snapshot is taken while the step before is still being written."""
     seen: list[bool] = []
     second_is_taken = threading.Event()
-    write, compress = commit.write_image, writer._compressed
+    write, compress = commit.write_image, deliveries._compressed
 
     def watched(header: Header, data: memoryview) -> Any:
         before = bytes(data)
@@ -208,7 +208,7 @@ def test_the_slot_is_an_image_all_the_while_and_free_before_the_step_is_written(
         seen.append(second_is_taken.wait(60))
         write(*arguments)
 
-    monkeypatch.setattr(writer, "_compressed", watched)
+    monkeypatch.setattr(deliveries, "_compressed", watched)
     monkeypatch.setattr(commit, "write_image", held_back)
     root = tmp_path / "run"
     with ckpt.CheckpointManager(tier(root), arena=tmp_path / "arena", slots=1) as m:
