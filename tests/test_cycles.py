@@ -51,7 +51,7 @@ class Observer:
         rest = b""
         while True:
             *lines, rest = (rest + os.read(self._descriptor, 65536)).split(b"\n")
-            for line in lines:
+            for line in filter(None, lines):
                 self._log.write(line + b"\n")
                 self._log.flush()
                 os.fsync(self._log.fileno())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PAUSE = "LASTGOOD_TEST_PAUSE"
-_LONG_S = 30.0
+_LONG_S = 3.0
 _MODULES = {"FileStore": "ckpt.store", "LocalImages": "ckpt.local"}
 
 
@@ -35,6 +35,6 @@ def pause_at(target: str, nth: int, told: Path) -> None:
     setattr(cls, name, paused)
 
 
-if PAUSE in os.environ and "ckpt.writer_process" in sys.orig_argv:
+if os.environ.get(PAUSE) and "ckpt.writer_process" in sys.orig_argv:
     _target, _nth, _told = os.environ.pop(PAUSE).split(":")
     pause_at(_target, int(_nth), Path(_told))
