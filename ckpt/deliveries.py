@@ -62,13 +62,16 @@ class ToLocal:
         if self._lane.tier not in self._swept:
             images.clear()
             self._swept.add(self._lane.tier)
-        try:
-            size_bytes = images.header(step).size_bytes  # of a writer that died before it told
-        except (NotFound, Damaged):
-            with _source(self._depot, self._course, self._lane) as (header, source):
+        with _source(self._depot, self._course, self._lane) as (header, source):
+            try:
+                there = images.header(step).digest
+            except (NotFound, Damaged):
+                there = ""
+            # A writer may have died before it told. What an older run at the same location has
+            # left under the same numbers is another image.
+            if there != header.digest:
                 images.write(header, Told(source, self._lane.beat_bulk))
-                size_bytes = header.size_bytes
-        return _figures(self._course, size_bytes)
+        return _figures(self._course, header.size_bytes)
 
 
 @final

@@ -225,6 +225,9 @@ class Saves:
             kept = [each[0] for each in self._kept]
         for _, slot in gone:
             slot.release()
+        if self.arena is not None:
+            wanted = {image.slot for image in started.images}
+            self.arena.reuse_first([k for k in range(self.arena.slots) if k not in wanted])
         for image in sorted(started.images, key=lambda each: each.id):
             if image.slot is not None and image.id not in kept and self._tiers.memory is not None:
                 self._keep(image.id, self._held(image.slot))

@@ -97,7 +97,9 @@ def install(wake_fd: int) -> Installed:
     fd = os.dup(wake_fd)
     with _lock:
         _told.append(fd)
-        if not any(each.is_on_top() for each in _takeovers):
+        # Under a handler of Python's that was installed over ours, ours is still called by it; a
+        # second one on top would leave SIG_DFL to that one, and that one to the second.
+        if not _takeovers or not callable(signal.getsignal(_SIGTERM)):
             _takeovers.append(_Takeover())
         _settle()
     return Installed(fd)

@@ -248,3 +248,30 @@ def test_elsewhere_nothing_is_done_and_it_says_so(
     made[0].put_back()
     assert "not made in the main thread" in caplog.text
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_manager_made_under_a_chaining_handler_leaves_the_first_in_charge(
+    writers: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    """As when a run inside which another manager came and went is over: SIGTERM still ends us."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        first = signals.install(writers[0][0].fileno())
+        chained = signal.getsignal(signal.SIGTERM)
+        assert callable(chained)
+
+        def run(number: int, frame: FrameType | None) -> None:
+            chained(number, frame)
+
+        signal.signal(signal.SIGTERM, run)
+        second = signals.install(writers[1][0].fileno())
+        assert signal.getsignal(signal.SIGTERM) is run
+        signal.raise_signal(signal.SIGTERM)
+        assert was_told(writers[0])
+        assert was_told(writers[1])
+        second.put_back()
+        signal.signal(signal.SIGTERM, chained)
+        first.put_back()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -74,6 +74,23 @@ def test_every_tier_gets_every_step(start: Start) -> None:
     assert not play.troubles("shared")
 
 
+def test_the_image_of_an_older_run_under_the_same_numbers_is_no_image_of_this_one(
+    start: Start,
+) -> None:
+    play = start("local", "shared")
+    step = play.id(1)
+    older = fill(play.arena, step, size=3000)
+    images = play.writer._depot.images["local"]
+    with play.writer._depot.slots.reading(older.number, step) as (header, data):
+        images.write(header, data)
+    older.release()
+    play.save(1, size=2000)
+    play.done(1, "local")
+    play.close()
+    assert sorted(array.shape for array in images.header(step).arrays) == [(7,), (2000,)]
+    check_values(play.home.location, [1])
+
+
 def test_a_real_keeper_writes_the_log_and_deletes(tmp_path: Path) -> None:
     tiers = {
         "local": Local(tmp_path / "local", keep=Keep(last=1), patience_s=0),
