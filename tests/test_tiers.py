@@ -1,0 +1,384 @@
+"""Tiers through the manager: what is due where, what is gone on from, what is made up for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt import tiers as tiers_module
+from ckpt.store import FileStore
+from ckpt.tiers import Tiers
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng(step).standard_normal(5000), "step": step}
+
+
+def check(restored: ckpt.Restored, step: int, tier: str) -> None:
+    assert (restored.step, restored.report.tier) == (step, tier)
+    np.testing.assert_array_equal(restored.state["w"], state_of(step)["w"])
+
+
+class Place:
+    """Where a run and its tiers lie."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def manager(self, *tiers: Any, **options: Any) -> ckpt.CheckpointManager:
+        given = tiers or (
+            ckpt.Memory(every=1),
+            ckpt.Local(self.root / "local", every=2),
+            ckpt.Shared(self.root / "run", every=4),
+        )
+        return ckpt.CheckpointManager(*given, arena=self.root / "arena", **options)
+
+    def shared(self) -> list[int]:
+        return ckpt.open(self.root / "run").all_steps()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture(params=["thread", "process"])
+def writer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def die(manager: ckpt.CheckpointManager) -> None:
+    """As after SIGKILL: the slots stay, and only the kernel drops the lock."""
+    manager.wait_until_finished()
+    manager._saves.settle()
+    assert manager._saves.arena is not None
+    manager._saves.close = lambda: None  # type: ignore[method-assign]
+    manager._saves.arena.close(remove=False)
+    assert manager._saves._backend is not None
+    manager._saves._backend.close()
+    manager._closed = manager._ended = True
+    manager._collected.detach()
+
+
+def soon(what: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def store_fails(monkeypatch: pytest.MonkeyPatch, text: str = "the store is down") -> Iterator[None]:
+    """Every write of an image to a shared tier fails."""
+    write = FileStore.write_image
+
+    def fail(self: FileStore, *arguments: Any) -> None:
+        if self.location.endswith("run"):
+            raise ckpt.StoreFailed(text)
+        write(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "write_image", fail)
+        yield
+
+
+# --- what is due ----------------------------------------------------------------------------------
+
+
+def test_each_tier_gets_what_is_due(place: Place, writer: str) -> None:
+    with place.manager(writer=writer) as m:
+        m.resume()
+        for step in range(1, 9):
+            pending = m.save(step, state_of(step))
+            assert pending is not None
+            due = {"memory": 1, "local": 2, "shared": 4}
+            assert pending.tiers == tuple(name for name, n in due.items() if step % n == 0)
+            pending.wait("memory", timeout=0)
+            if step % 4:
+                with pytest.raises(ckpt.Misuse, match="'shared' is not due"):
+                    pending.wait("shared")
+            pending.wait(timeout=60)
+        assert place.shared() == [4, 8]
+        m._saves.settle()
+        assert m.all_steps() == [4, 6, 8]
+        assert [each.id.step for each in m._saves.locals["local"].list()] == [6, 8]
+        status = m.status()
+        assert {name: tier.newest for name, tier in status.tiers.items()} == dict.fromkeys(due, 8)
+        assert (status.writer, status.degraded, status.slots) == (writer, False, 3)
+        assert (status.writer_pid is not None) == (writer == "process")
+    assert not (place.root / "arena").exists()
+
+
+def test_a_step_saved_for_some_tiers_can_be_forced_into_all(place: Place) -> None:
+    with place.manager() as m:
+        m.resume()
+        first = m.save(1, state_of(1))
+        assert first is not None
+        assert first.tiers == ("memory",)
+        again = m.save(1, state_of(1), force=True)
+        assert again is first
+        assert again.tiers == ("memory", "local", "shared")
+        again.wait(timeout=60)
+        with pytest.raises(ckpt.AlreadyExists):
+            m.save(1, state_of(2), force=True)
+    assert place.shared() == [1]
+
+
+def test_what_is_only_in_memory_is_brought_out_at_the_end(place: Place, writer: str) -> None:
+    with place.manager(writer=writer) as m:
+        m.resume()
+        for step in (1, 2, 3):
+            m.save(step, state_of(step))
+    assert place.shared() == [3]
+    with place.manager(ckpt.Shared(place.root / "run")) as m:
+        check(m.resume(), 3, "shared")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([ckpt.Memory()], "wanted a Shared tier"),
+        ([ckpt.Shared("a"), ckpt.Memory()], "nearest tier first"),
+        ([ckpt.Memory(), ckpt.Memory(), "a"], "one Memory tier"),
+        (["a", ckpt.Shared("a")], "are both"),
+        ([ckpt.Local("./a"), "a"], "are both"),
+    ],
+)
+def test_tiers_that_make_no_sense_together(given: list[Any], text: str) -> None:
+    with pytest.raises(ckpt.Misuse, match=text):
+        Tiers.of(given)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ckpt.Memory(keep=ckpt.Keep()),
+        lambda: ckpt.Memory(every=0),
+        lambda: ckpt.Local("s3://bucket/x"),
+        lambda: ckpt.Local("a", patience_s=math.nan),
+        lambda: ckpt.Shared("a", patience_s=-1),
+        lambda: ckpt.CheckpointManager("a", slots=0),
+        lambda: ckpt.CheckpointManager("a", slots="2"),  # type: ignore[arg-type]
+        lambda: ckpt.CheckpointManager("a", writer="fiber"),  # type: ignore[arg-type]
+        lambda: ckpt.CheckpointManager("a", busy="no"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_that_mean_nothing_are_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(ckpt.Misuse, match="wanted"):
+        make()
+
+
+# --- after a death --------------------------------------------------------------------------------
+
+
+def test_a_start_goes_on_from_memory_and_makes_up_for_the_rest(place: Place, writer: str) -> None:
+    m = place.manager(writer=writer)
+    m.resume()
+    for step in range(1, 8):
+        m.save(step, state_of(step))
+    die(m)
+    with place.manager(writer=writer) as m:
+        check(m.resume(), 7, "memory")
+        m.wait_until_finished(60)
+        assert place.shared() == [4, 7]
+        m.save(8, state_of(8))
+        m.wait_until_finished(60)
+        assert place.shared() == [4, 7, 8]
+
+
+def test_without_the_arena_the_local_tier_is_next(place: Place) -> None:
+    m = place.manager()
+    m.resume()
+    for step in range(1, 8):
+        m.save(step, state_of(step))
+    die(m)
+    shutil.rmtree(place.root / "arena")
+    with place.manager() as m:
+        check(m.resume(), 6, "local")
+    shutil.rmtree(place.root / "local")
+    with place.manager() as m:
+        check(m.resume(), 6, "shared")
+
+
+def test_two_runs_with_the_same_local_directory_do_not_meet(place: Place) -> None:
+    def tiers(name: str) -> tuple[Any, ...]:
+        return ckpt.Local(place.root / "local"), ckpt.Shared(place.root / name, every=10)
+
+    with ckpt.CheckpointManager(*tiers("a"), arena=place.root / "arena-a") as m:
+        m.resume()
+        m.save(3, state_of(3))
+    with ckpt.CheckpointManager(*tiers("b"), arena=place.root / "arena-b") as m:
+        assert m.resume().report.fresh
+    with ckpt.CheckpointManager(*tiers("a"), arena=place.root / "arena-a") as m:
+        check(m.resume(), 3, "local")
+
+
+# --- several shared tiers -----------------------------------------------------------------------
+
+
+def two_shared(place: Place) -> tuple[Any, ...]:
+    return ckpt.Shared(place.root / "run"), ckpt.Shared(place.root / "far", every=2)
+
+
+def test_a_further_shared_tier_is_a_run_of_its_own(place: Place) -> None:
+    with place.manager(*two_shared(place)) as m:
+        m.resume()
+        for step in (1, 2, 3, 4):
+            m.save(step, state_of(step)).wait(timeout=60)  # type: ignore[union-attr]
+    assert place.shared() == [1, 2, 3, 4]
+    far = ckpt.open(place.root / "far")
+    assert far.all_steps() == [2, 4]
+    np.testing.assert_array_equal(far.restore().state["w"], state_of(4)["w"])
+    assert ckpt.verify(place.root / "far").intact
+
+
+def test_a_lost_home_gets_its_records_back(place: Place) -> None:
+    with place.manager(*two_shared(place)) as m:
+        m.resume()
+        for step in (1, 2, 3):
+            m.save(step, state_of(step))
+    shutil.rmtree(place.root / "run")
+    with place.manager(*two_shared(place)) as m:
+        check(m.resume(), 2, "shared-2")
+        m.save(3, state_of(3)).wait(timeout=60)  # type: ignore[union-attr]
+        assert m.all_steps() == [2, 3]
+    assert place.shared() == [3]
+
+
+def test_a_root_of_another_run_is_no_further_tier(place: Place) -> None:
+    for name in ("run", "far"):
+        with ckpt.CheckpointManager(place.root / name, arena=place.root / name / "arena") as m:
+            m.resume()
+            m.save(2, state_of(2)).wait(timeout=60)  # type: ignore[union-attr]
+
+    def go_on() -> None:
+        with place.manager(*two_shared(place)) as m:
+            m.resume()
+            m.save(4, state_of(4)).wait("shared-2", timeout=60)  # type: ignore[union-attr]
+
+    with pytest.raises(ckpt.Misuse, match="roots of different runs"):
+        go_on()
+
+
+# --- a store that fails ---------------------------------------------------------------------------
+
+
+def test_a_store_that_is_down_is_made_up_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_module, "PATIENCE_S", math.inf)
+    with place.manager(
+        ckpt.Local(place.root / "local"), ckpt.Shared(place.root / "run", every=2)
+    ) as m:
+        m.resume()
+        with store_fails(monkeypatch):
+            for step in range(1, 9):
+                m.save(step, state_of(step)).wait("local", timeout=60)  # type: ignore[union-attr]
+            soon(lambda: m.status().degraded)
+            found = m.status().tiers["shared"]
+            assert "the store is down" in found.error
+            assert (found.newest, found.under_way) == (None, 4)
+        m.wait_until_finished(60)
+        assert not m.status().degraded
+        assert place.shared() == [2, 4, 6, 8]
+
+
+def test_lasting_failure_is_raised_when_patience_is_over(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = ckpt.Local(place.root / "local"), ckpt.Shared(place.root / "run", patience_s=0.2)
+    with store_fails(monkeypatch), place.manager(*tiers) as m:
+        m.resume()
+        pending = m.save(1, state_of(1))
+        assert pending is not None
+        pending.wait("local", timeout=60)
+        with pytest.raises(ckpt.StoreFailed, match="the store is down"):
+            pending.wait("shared", timeout=60)
+
+
+def test_without_a_slot_a_save_is_left_out_if_that_is_wanted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    write = FileStore.write_image
+
+    def slow(self: FileStore, *arguments: Any) -> None:
+        held.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(FileStore, "write_image", slow)
+    with place.manager(ckpt.Shared(place.root / "run"), busy="skip") as m:
+        m.resume()
+        saved = [m.save(step, state_of(step)) is not None for step in (1, 2, 3, 4)]
+        assert saved == [True, True, False, False]
+        assert m.status().skipped == 2
+        held.set()
+        m.wait_until_finished(60)
+        assert m.save(5, state_of(5)) is not None
+    assert place.shared() == [1, 2, 5]
+
+
+# --- late metrics, branches -----------------------------------------------------------------------
+
+
+def test_metrics_that_come_late_decide_what_is_best(place: Place) -> None:
+    best = ckpt.Keep(last=1, best=ckpt.Best("eval"))
+    with place.manager(ckpt.Shared(place.root / "run", keep=best)) as m:
+        m.resume()
+        for step, value in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            m.save(step, state_of(step)).wait(timeout=60)  # type: ignore[union-attr]
+            m.add_metrics(step, {"eval": value})
+            m._saves.settle()
+        m.save(4, state_of(4)).wait(timeout=60)  # type: ignore[union-attr]
+        m._saves.settle()
+        assert m.best_step() == 2
+        with pytest.raises(ckpt.NotFound):
+            m.add_metrics(17, {"eval": 1.0})
+        with pytest.raises(ckpt.Misuse):
+            m.add_metrics(4, {"eval": "good"})
+    assert place.shared() == [2, 4]
+
+
+def test_a_rewind_to_a_branch_that_was_left(place: Place) -> None:
+    with place.manager(ckpt.Shared(place.root / "run")) as m:
+        m.resume()
+        for step in (1, 2, 3):
+            m.save(step, state_of(step))
+        check(m.rewind(1), 1, "memory" if 1 in _in_slots(m) else "shared")
+        m.save(2, state_of(22))
+        m.wait_until_finished(60)
+        with pytest.raises(ckpt.Misuse, match="give the step"):
+            m.restore(branch=1)
+        restored = m.rewind(3, branch=1)
+        assert restored.step == 3
+        np.testing.assert_array_equal(restored.state["w"], state_of(3)["w"])
+        assert m.all_steps() == [1, 2, 3]
+        m.save(4, state_of(4))
+    assert place.shared() == [1, 2, 3, 4]
+
+
+def _in_slots(m: ckpt.CheckpointManager) -> set[int]:
+    return {image.id.step for image in m._saves.host_images().images if image.slot is not None}
+
+
+def test_the_writer_that_dies_is_replaced_and_nothing_is_lost(place: Place) -> None:
+    with place.manager(ckpt.Shared(place.root / "run"), writer="process") as m:
+        m.resume()
+        m.save(1, state_of(1)).wait(timeout=60)  # type: ignore[union-attr]
+        pid = m.status().writer_pid
+        assert pid is not None
+        os.kill(pid, 9)
+        m.save(2, state_of(2)).wait(timeout=60)  # type: ignore[union-attr]
+        status = m.status()
+        assert status.writer_restarts == 1
+        assert status.writer_pid != pid
+    assert place.shared() == [1, 2]
