@@ -1,11 +1,14 @@
 """Makes a writer process stop in the middle of a chosen call, so that it can be killed there.
 
 Python imports a module of this name at its start if it finds one. `LASTGOOD_TEST_PAUSE` is
-`<class or module>.<name>:<which call of it>:<file that tells that it has come>`.
+`<class>.<method>:<which call of it>:<file that tells that it has come>`; there the writer sleeps
+for a while. With the method `*` it is the so manieth change of a store, and the writer stops there
+(SIGSTOP) until it is sent SIGCONT.
 """
 
 import importlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +17,29 @@ from typing import Any
 PAUSE = "LASTGOOD_TEST_PAUSE"
 _LONG_S = 3.0
 _MODULES = {"FileStore": "ckpt.store", "LocalImages": "ckpt.local"}
+
+
+CHANGES = ("put_many", "put_if_absent", "delete", "delete_tree", "move", "write_image", "append")
+
+
+def stop_at(owner: str, nth: int, told: Path) -> None:
+    """Patch all methods of `owner` that change something; before change number `nth` it stops."""
+    cls = getattr(importlib.import_module(_MODULES[owner]), owner)
+    calls = 0
+
+    def patched(original: Any) -> Any:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == nth:
+                told.write_text(f"{original.__name__} {args[1]}")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*args, **kwargs)
+
+        return act
+
+    for name in CHANGES:
+        setattr(cls, name, patched(getattr(cls, name)))
 
 
 def pause_at(target: str, nth: int, told: Path) -> None:
@@ -37,4 +63,7 @@ def pause_at(target: str, nth: int, told: Path) -> None:
 
 if os.environ.get(PAUSE) and "ckpt.writer_process" in sys.orig_argv:
     _target, _nth, _told = os.environ.pop(PAUSE).split(":")
-    pause_at(_target, int(_nth), Path(_told))
+    if _target.endswith(".*"):
+        stop_at(_target.removesuffix(".*"), int(_nth), Path(_told))
+    else:
+        pause_at(_target, int(_nth), Path(_told))

@@ -1,0 +1,119 @@
+"""A writer that is stopped (SIGSTOP) before each change of the store, and wakes too late.
+
+Meanwhile another attempt has taken the run over, has saved and has ended. What the old writer does
+then changes nothing that counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pauses.sitecustomize import PAUSE
+
+import ckpt
+
+LIMIT_S = 60.0
+
+
+def state_of(step: int, owner: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng((step, owner)).standard_normal(3000)}
+
+
+def manager(root: Path, name: str) -> ckpt.CheckpointManager:
+    tier = ckpt.Shared(root, keep=ckpt.Keep(last=2))
+    return ckpt.CheckpointManager(tier, arena=root.with_name(name), writer="process")
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def disturb(root: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What the writer was about to do at its change number `nth`; None if it made fewer."""
+    told = root.with_name("told")
+    old, is_played = manager(root, "old"), False
+    with monkeypatch.context() as patch:
+        hooks = str(Path(__file__).parent / "pauses")
+        patch.syspath_prepend(hooks)
+        patch.setenv(PAUSE, f"FileStore.*:{nth}:{told}")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(ckpt.Superseded))  # told once more at the end
+            stack.enter_context(old)
+            old.resume()
+            pendings = [old.save(step, state_of(step, 1)) for step in (1, 2)]
+            end = time.monotonic() + LIMIT_S
+            while not told.exists():
+                ended = all(each is not None and each.ended() for each in pendings)
+                if ended and told_nothing(old, told):
+                    return None
+                assert time.monotonic() < end
+                time.sleep(0.005)
+            pid = old.status().writer_pid
+            assert pid is not None
+            while not stopped(pid):
+                time.sleep(0.002)
+            acknowledged = [p.step for p in pendings if p is not None and p.ended() and not p.error]
+            patch.delenv(PAUSE)
+            with manager(root, "new") as new:
+                restored = new.resume(like=state_of(0, 0))
+                went_on_from = restored.step
+                assert went_on_from >= max(acknowledged, default=0)
+                for step in (went_on_from + 1, went_on_from + 2):
+                    pending = new.save(step, state_of(step, 2))
+                    assert pending is not None
+                    pending.wait(timeout=LIMIT_S)
+                new._saves.settle()
+                steps = new.all_steps()
+            os.kill(pid, signal.SIGCONT)
+            for pending in pendings:
+                assert pending is not None
+                assert pending.ended(LIMIT_S)
+                if pending.step > went_on_from:
+                    with pytest.raises(ckpt.Superseded):
+                        pending.wait()
+            with pytest.raises(ckpt.Superseded):
+                old.save(9, state_of(9, 1)).wait(timeout=LIMIT_S)  # type: ignore[union-attr]
+            is_played = True
+    assert is_played
+    what = told.read_text()
+    reader = ckpt.open(root)
+    assert reader.all_steps() == steps, what
+    for step in steps:
+        owner = 1 if step <= went_on_from else 2
+        found = reader.restore(step).state["w"]
+        np.testing.assert_array_equal(found, state_of(step, owner)["w"], err_msg=what)
+    report = ckpt.verify(root)
+    assert report.intact, f"{what}: {report.damage}"
+    with manager(root, "next") as last:
+        assert last.resume().step == went_on_from + 2, what
+        last._saves.settle()
+    assert not [p for p in root.rglob("*") if "orbax-checkpoint-tmp" in p.name], what
+    return what
+
+
+def told_nothing(old: ckpt.CheckpointManager, told: Path) -> bool:
+    """Everything is done, be it in the log: the writer will make no further change."""
+    try:
+        old._saves.settle()
+    except ckpt.CheckpointError:
+        return False
+    return not told.exists()
+
+
+def test_a_writer_that_was_paused_at_any_write_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for nth in range(1, 40):
+        what = disturb(tmp_path / str(nth) / "run", nth, monkeypatch)
+        if what is None:
+            break
+        found.append(what.split()[0])
+    assert {"write_image", "put_many", "move", "append"} <= set(found), found
