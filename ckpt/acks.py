@@ -95,7 +95,9 @@ class Acks:
 
     def failed(self, step: StepId, tier: str, error: BaseException) -> None:
         """This process cannot do its share, or the run cannot have it."""
-        self._of_tier(step, tier).fail(error)
+        # What process 0 found out about a step holds for the run, with its type.
+        decided = tier in self._shared and self._processes.index == 0
+        self._of_tier(step, tier).fail(error, decided=decided)
         self._finish(step, tier, error)
 
     def _put_up(self, step: StepId, tier: str) -> None:
@@ -180,7 +182,10 @@ class Acks:
 
     def _bad_news(self, step: StepId, tier: str) -> CheckpointError | None:
         try:
-            self._of_tier(step, tier).check()
+            # A reason is better news than that somebody has left, which each check finds, too.
+            for prefix in (matter_of(step), f"{matter_of(step)}/{tier}"):
+                if self._processes.below(f"{prefix}/failed"):
+                    self._processes.matter(prefix).check()
             self._processes.matter(matter_of(step)).check()
         except CheckpointError as error:
             return error

@@ -113,6 +113,8 @@ class Saves:
         self._settled = threading.Event()
         self._plan: snapshot.SnapshotPlan | None = None
         self._writing: dict[StepId, Slot] = {}
+        self._refused: set[StepId] = set()
+        """Steps that cannot be, whatever the stores do: their images are none of a step."""
         self._copied: dict[StepId, Slot] = {}
         """In memory here; in other processes perhaps not yet."""
         self._kept: list[tuple[StepId, Slot]] = []
@@ -156,7 +158,9 @@ class Saves:
 
     def host_images(self) -> Hosted:
         """The images of this process in memory and on the disks of this host."""
-        return host_images(self.arena, self.locals)
+        found = host_images(self.arena, self.locals)
+        images = tuple(each for each in found.images if each.id not in self._refused)
+        return dataclasses.replace(found, images=images)
 
     def prepare(self, nbytes: int) -> None:
         """Make slots ready in the background."""
@@ -413,6 +417,8 @@ class Saves:
             case Failed(id=None):
                 self._background.unheard.append(report.error)
             case Failed(id=StepId() as id):
+                if not isinstance(report.error, StoreFailed):
+                    self._refused.add(id)
                 self._acks.failed(id, report.tier, report.error)
             case Trouble():
                 self._note_trouble(report)
@@ -507,6 +513,7 @@ class Saves:
         for slot in (*self._writing.values(), *self._copied.values(), *(s for _, s in self._kept)):
             slot.release()
         arena.close(remove=not self._is_needed())
+        self.arena = None
 
     def _is_needed(self) -> bool:
         with self._lock:

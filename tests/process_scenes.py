@@ -225,8 +225,8 @@ def default_place(stage: Stage) -> dict[str, Any]:
     """The arenas of two processes on one host lie apart without being told so."""
     with ckpt.CheckpointManager(stage.root) as m:
         m.save(1, state(1)).wait()
-        assert m._arena is not None
-        return {"arena": str(m._arena.directory), "steps": m.all_steps()}
+        assert m._saves.arena is not None
+        return {"arena": str(m._saves.arena.directory), "steps": m.all_steps()}
 
 
 def compressed(stage: Stage) -> dict[str, Any]:

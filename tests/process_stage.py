@@ -183,8 +183,11 @@ class Stage:
         self._meetings = 0
 
     def manager(self, *, timeout_s: float = 60.0, **options: Any) -> ckpt.CheckpointManager:
-        tier = ckpt.Shared(self.root, **options)
-        return ckpt.CheckpointManager(tier, arena=self._arenas, timeout_s=timeout_s)
+        # Scenes patch what the writer calls, and want failures at once.
+        tier = ckpt.Shared(self.root, **{"patience_s": 0, **options})
+        return ckpt.CheckpointManager(
+            tier, arena=self._arenas, timeout_s=timeout_s, writer="thread"
+        )
 
     def meet(self) -> None:
         """Wait for all processes, by other means than those that are tested."""

@@ -47,8 +47,7 @@ def seen(place: Path) -> Seen:
 def test_two_processes_save_and_resume(place: Path, seen: Seen) -> None:
     found = seen["save_and_resume"]
     assert same(found, "fresh")
-    assert same(found, "said")[:2] == [0, 0]  # what was said of a step goes when the next is saved
-    assert same(found, "said")[2] > 0
+    assert same(found, "said") == [0, 0, 0]  # nothing is said of a step that is not said of others
     assert same(found, "restored") == 3
     assert same(found, "extra") == {"at": 3}
     assert same(found, "metrics") == {"loss": 3.0}
@@ -335,7 +334,7 @@ def test_processes_that_make_different_calls(seen: Seen) -> None:
         assert each["deleted"] is None
         assert each["newest"]["type"] == "Misuse"
     assert same(found, "steps") == [1, 3]
-    assert same(found, "attempt") == 2
+    assert same(found, "attempt") == 3  # an image on a host could have been that of step 7
 
 
 def test_two_runs_in_one_job(seen: Seen) -> None:
