@@ -29,6 +29,7 @@ from ckpt import retention
 from ckpt.errors import CheckpointError, StoreFailed, Superseded
 from ckpt.lineage import StepId
 from ckpt.reader import Reader, Restored
+from ckpt.retention import Keep
 from ckpt.store import FileStore
 
 SEED = int(os.environ.get("CRASH_SEED", time.time_ns() % 1_000_000))
@@ -148,13 +149,13 @@ def test_an_error_nobody_asked_for_is_raised_by_close(place: Path) -> None:
 def test_what_goes_wrong_after_a_step_does_not_hold_up_the_next(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = saved(place, 1)
+    run = saved(place, 1, Keep(last=9))
     manager = run.manager()
     rows = Rows()
     manager.resume(data=rows)
     broken = [RuntimeError("a bug in retention")]
 
-    def doomed(*_: Any) -> list[StepId]:
+    def doomed(*_: Any, **__: Any) -> list[StepId]:
         if broken:
             raise broken.pop()
         return []
