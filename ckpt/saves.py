@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, final
 from ckpt import attempts, flush, signals, snapshot
 from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
-from ckpt.errors import CheckpointError, StoreFailed
+from ckpt.errors import CheckpointError, PeerFailed, StoreFailed
 from ckpt.imaged import MEMORY, Hosted, HostImage, host_images
 from ckpt.lineage import StepId, counting, counts
 from ckpt.local import LocalImages
@@ -115,6 +115,8 @@ class Saves:
         self._writing: dict[StepId, Slot] = {}
         self._refused: set[StepId] = set()
         """Steps that cannot be, whatever the stores do: their images are none of a step."""
+        self._failed: int | None = None
+        """The newest step that a store, or another process, has failed."""
         self._copied: dict[StepId, Slot] = {}
         """In memory here; in other processes perhaps not yet."""
         self._kept: list[tuple[StepId, Slot]] = []
@@ -419,6 +421,8 @@ class Saves:
             case Failed(id=StepId() as id):
                 if not isinstance(report.error, StoreFailed):
                     self._refused.add(id)
+                if isinstance(report.error, StoreFailed | PeerFailed):
+                    self._failed = max(id.step, self._failed or 0)
                 self._acks.failed(id, report.tier, report.error)
             case Trouble():
                 self._note_trouble(report)
@@ -516,18 +520,21 @@ class Saves:
         self.arena = None
 
     def _is_needed(self) -> bool:
+        """Whether the next start on this host could go on from what is only in memory."""
+        if self._background.superseded() is not None:
+            return False  # the run went on elsewhere, from before that
         with self._lock:
             in_memory = self._state[MEMORY].newest if MEMORY in self._state else None
             durable = [s.newest for n, s in self._state.items() if n != MEMORY and s.newest]
-        failed = any(each.error is not None for each in self._background.pendings)
-        behind = in_memory is not None and in_memory > max(durable, default=-1)
-        if (failed or behind) and self.arena is not None:
+            copied = [step for step in (in_memory, self._failed) if step is not None]
+        behind = max(copied, default=-1) > max(durable, default=-1)
+        if behind and self.arena is not None:
             _log.warning(
                 "%s: not everything is durable; the snapshots stay in %s for the next start here",
                 self._location,
                 self.arena.directory,
             )
-        return failed or behind
+        return behind
 
     def let_go(self) -> None:
         """Of a manager that was collected: finish all saves and free the arena, without waiting."""
