@@ -96,10 +96,13 @@ def install(wake_fd: int) -> Installed:
         return Installed(None)
     fd = os.dup(wake_fd)
     with _lock:
+        alone = not _told
         _told.append(fd)
         # Under a handler of Python's that was installed over ours, ours is still called by it; a
         # second one on top would leave SIG_DFL to that one, and that one to the second.
-        if not _takeovers or not callable(signal.getsignal(_SIGTERM)):
+        is_ours = any(each.is_on_top() for each in _takeovers)
+        chains = not alone and _takeovers and callable(signal.getsignal(_SIGTERM))
+        if not (is_ours or chains):
             _takeovers.append(_Takeover())
         _settle()
     return Installed(fd)

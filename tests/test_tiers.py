@@ -63,7 +63,8 @@ def die(manager: ckpt.CheckpointManager) -> None:
     manager.wait_until_finished()
     manager._saves.settle()
     assert manager._saves.arena is not None
-    manager._saves.close = lambda: None  # type: ignore[method-assign]
+    if manager._saves._signals is not None:
+        manager._saves._signals.put_back()
     manager._saves.arena.close(remove=False)
     assert manager._saves._backend is not None
     manager._saves._backend.close()
