@@ -201,6 +201,10 @@ class Keeper:
             self._say(logging.INFO, f"saved {step} in {tier}: {dict(figures)}")
         self._queue.put(tier)
 
+    def freed(self, tier: str) -> None:
+        """What had to stay there, since it was on its way elsewhere, need not any more. Queued."""
+        self._queue.put(tier)
+
     def lost(self, tier: str, step: StepId) -> int:
         """The tier is full and could not hold a step: delete now what may go.
 

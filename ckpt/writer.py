@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import queue
 import threading
 import time
@@ -390,9 +391,13 @@ class Writer:
                 self._report(Failed(None, "", error))
 
     def _forget(self, course: Course) -> None:
-        if not course.open:
-            with self._lock, contextlib.suppress(ValueError):
-                self._active.remove(course)
+        if course.open:
+            return
+        with self._lock, contextlib.suppress(ValueError):
+            self._active.remove(course)
+        if self._stores.keys() & set(course.job.tiers):
+            for name in self._depot.images:
+                self._guarded(operator.methodcaller("freed", name))
 
     def _courses(self) -> list[Course]:
         with self._lock:

@@ -109,6 +109,34 @@ def test_a_real_keeper_writes_the_log_and_deletes(tmp_path: Path) -> None:
     assert log.count('"event": "save"') == 10, log
 
 
+def test_what_waited_in_a_local_tier_for_a_shared_one_goes_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last retention of the Local tier comes while all steps are still to be promoted."""
+    tiers = {
+        "local": Local(tmp_path / "local", keep=Keep(last=1), patience_s=0),
+        "shared": Shared(tmp_path / "shared", patience_s=0),
+    }
+    is_open = threading.Event()
+    write = FileStore.write_image
+
+    def held_back(self: FileStore, *arguments: Any) -> None:
+        assert is_open.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(FileStore, "write_image", held_back)
+    play = Play(tmp_path, tiers)
+    images = play.writer._depot.images["local"]
+    for step in (1, 2, 3):
+        play.save(step)
+        play.done(step, "local")
+    assert [each.id.step for each in images.list()] == [1, 2, 3]
+    is_open.set()
+    play.close()
+    assert [each.id.step for each in images.list()] == [3]
+    check_values(play.home.location, [1, 2, 3])
+
+
 def test_settled_is_said_when_nothing_is_under_way(start: Start, tmp_path: Path) -> None:
     store, notes = Weather(tmp_path / "shared"), Notes()
     play = start(stores={"shared": store}, keeper=notes, patience_s=60)

@@ -298,6 +298,9 @@ class Notes:
     def saved(self, tier: str, step: StepId, figures: Mapping[str, Any]) -> None:
         self.heard.append(("saved", tier, step.step, dict(figures)))
 
+    def freed(self, tier: str) -> None:
+        """Any number of times: it only says that one may look again."""
+
     def lost(self, tier: str, step: StepId) -> int:
         self.heard.append(("lost", tier, step.step))
         self.room()
