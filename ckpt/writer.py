@@ -224,6 +224,8 @@ class Writer:
             lane.end()
         if self._keeper is not None:
             keeper = self._keeper
+            for name in self._depot.images:  # also what a writer left that woke too late
+                self._guarded(operator.methodcaller("freed", name))
             closing = threading.Thread(target=keeper.close, name="ckpt-keeper-end", daemon=True)
             try:
                 closing.start()

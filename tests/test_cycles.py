@@ -304,6 +304,12 @@ def play(nursery: subprocess.Popen[str], place: Path, count: int, steps: int) ->
         assert last_of(cycles) == last_of(plain), f"seed {SEED}"
         assert last_of(plain)["skips"], "the loss spiked, and was rewound"
         cycles.check_honoured()
+        # A writer that was paused may have woken after the last start had cleared up.
+        wait_for(lambda: not cycles.processes() and not plain.processes())
+        cycles.start(0.0, None, None)
+        assert cycles.wait() == 0, f"seed {SEED}: {_errors(cycles)}"
+        assert cycles.observer.wait(lambda: cycles.has_said("ended"))
+        assert last_of(cycles) == last_of(plain), f"seed {SEED}"
         for each in (cycles, plain):
             wait_for(lambda each=each: not each.processes())
             _check_nothing_left(each.place)
