@@ -442,8 +442,7 @@ class CheckpointManager:
             if self._last is not None and self._last.data:
                 moved = step - self._last.id.step
                 states.check_moved(data, self._last.data, taken, moved, step)
-            known = None if self._saves.plan is None else self._saves.plan.outline
-            flat = tree.flatten(state, known=known)
+            flat = tree.flatten(state, known=self._saves.outline)
             id = StepId(step, attempt.decision.branch, attempt.number)
             meta = meta_of(id, attempt.decision, taken, notes, self._processes)
             pending, held = self._saves.save(id, flat, meta, tiers, begun)
@@ -467,9 +466,7 @@ class CheckpointManager:
         )
         missing = [tier for tier in tiers if tier not in pending.tiers]
         if missing and last.meta is not None and pending.error is None:
-            flat = tree.flatten(
-                state, known=None if self._saves.plan is None else self._saves.plan.outline
-            )
+            flat = tree.flatten(state, known=self._saves.outline)
             self._saves.extend(last.id, flat, last.meta, missing, pending)
         return pending
 

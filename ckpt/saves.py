@@ -28,7 +28,8 @@ from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
 from ckpt.errors import CheckpointError, PeerFailed, StoreFailed
 from ckpt.imaged import MEMORY, Hosted, HostImage, host_images
-from ckpt.lineage import StepId, counting, counts
+from ckpt.in_memory import InMemory
+from ckpt.lineage import StepId, counting
 from ckpt.local import LocalImages
 from ckpt.messages import (
     Abandon,
@@ -48,6 +49,7 @@ from ckpt.messages import (
     ToWriter,
     Trouble,
 )
+from ckpt.outline import Outline
 from ckpt.owning import default_directory, remove_stale
 from ckpt.pending import Background, Pending
 from ckpt.processes import Processes
@@ -111,16 +113,14 @@ class Saves:
         self._lock = threading.RLock()
         """Of what reports change; reports come from threads of the writer."""
         self._settled = threading.Event()
-        self._plan: snapshot.SnapshotPlan | None = None
+        self.plan: snapshot.SnapshotPlan | None = None
+        """Of the newest snapshot."""
         self._writing: dict[StepId, Slot] = {}
         self._refused: set[StepId] = set()
         """Steps that cannot be, whatever the stores do: their images are none of a step."""
         self._failed: int | None = None
         """The newest step that a store, or another process, has failed."""
-        self._copied: dict[StepId, Slot] = {}
-        """In memory here; in other processes perhaps not yet."""
-        self._kept: list[tuple[StepId, Slot]] = []
-        """In memory everywhere, oldest first."""
+        self._in_memory = InMemory(tiers.kept_in_memory)
         self._state = {name: TierStatus() for name in tiers}
         """Newest step and troubles; what is under way is counted when somebody asks."""
         self._writer_pid: int | None = None
@@ -176,7 +176,9 @@ class Saves:
         self._backend.tell(Begin(started.number, started.line))
         if self._processes.count > 1 and self._processes.index == 0:
             flush.clear(self._stores["shared"], started.number)
-        self._keep_in_memory(started)
+        assert self.arena is not None
+        for id in self._in_memory.begin(started.line, started.images, self.arena):
+            self._has_reached(id, MEMORY)
         if self._processes.count == 1 and started.images:
             self._catch_up(started)
 
@@ -222,33 +224,9 @@ class Saves:
                     f"{self._timeout_s:.0f} s: a deletion hangs; see status()"
                 )
 
-    def _keep_in_memory(self, started: Started) -> None:
-        """What was copied before, here or by a trainer that died, stays until a newer one is there;
-        what no longer counts goes."""
-        with self._lock:
-            gone = [each for each in self._kept if not counts(started.line, each[0])]
-            self._kept = [each for each in self._kept if each not in gone]
-            kept = [each[0] for each in self._kept]
-        for _, slot in gone:
-            slot.release()
-        if self.arena is not None:
-            wanted = {image.slot for image in started.images}
-            self.arena.reuse_first([k for k in range(self.arena.slots) if k not in wanted])
-        for image in sorted(started.images, key=lambda each: each.id):
-            if image.slot is not None and image.id not in kept and self._tiers.memory is not None:
-                self._keep(image.id, self._held(image.slot))
-                self._has_reached(image.id, MEMORY)
-
-    def _held(self, number: int) -> Slot:
-        """The slot of an image, held once more."""
-        assert self.arena is not None
-        for _, slot in self._kept:
-            if slot.number == number:
-                return slot.share()
-        return self.arena.adopt(number)
-
     def _catch_up(self, started: Started) -> None:
         """What lies on this host and is due elsewhere; the newest goes everywhere."""
+        assert self.arena is not None
         parent = started.restored.report.source
         names = [MEMORY, *self._tiers.durable]
         there: dict[str, int] = {}
@@ -271,21 +249,20 @@ class Saves:
             ]
             if due:
                 _log.info("%s: %s goes from %s to %s", self._location, id, image.tier, due)
-                slot = None if image.slot is None else self._held(image.slot)
-                self._submit(id, due, slot, Pending(id.step, due), {"from": image.tier})
+                held = self._in_memory.held
+                slot = None if image.slot is None else held(image.slot, self.arena)
+                self._expect(id, Pending(id.step, due))
+                self._submit(id, due, slot, {"from": image.tier})
 
-    def _submit(
-        self,
-        id: StepId,
-        durable: Sequence[str],
-        slot: Slot | None,
-        pending: Pending,
-        figures: dict[str, Any],
-    ) -> None:
-        assert self._backend is not None
+    def _expect(self, id: StepId, pending: Pending) -> None:
         if pending not in self._background.pendings:
             self._background.pendings.append(pending)
         self._acks.expect(id, pending)
+
+    def _submit(
+        self, id: StepId, durable: Sequence[str], slot: Slot | None, figures: dict[str, Any]
+    ) -> None:
+        assert self._backend is not None
         if slot is not None:
             with self._lock:
                 self._writing[id] = slot
@@ -339,12 +316,12 @@ class Saves:
         while True:
             try:
                 taken = snapshot.take(
-                    flat, self.arena, meta, previous=self._plan, timeout_s=_PATIENT_S
+                    flat, self.arena, meta, previous=self.plan, timeout_s=_PATIENT_S
                 )
             except NoFreeSlot as error:
                 self._go_on_waiting(time.monotonic() - begun, error)
                 continue
-            self._plan = taken.plan
+            self.plan = taken.plan
             return taken
 
     def _go_on_waiting(self, waited_s: float, error: NoFreeSlot) -> None:
@@ -373,15 +350,12 @@ class Saves:
         begun: float,
     ) -> None:
         durable = [tier for tier in tiers if tier != MEMORY]
-        if pending not in self._background.pendings:
-            self._background.pendings.append(pending)
         if MEMORY in tiers:
-            with self._lock:
-                self._copied[id] = taken.slot.share()
-        self._acks.expect(id, pending)
+            self._in_memory.copied(id, taken.slot.share())
+        self._expect(id, pending)
         figures = {"blocking_s": round(time.monotonic() - begun, 6)}
         if durable:
-            self._submit(id, durable, taken.slot, pending, figures)
+            self._submit(id, durable, taken.slot, figures)
         else:
             taken.slot.release()
         if MEMORY in tiers:
@@ -389,13 +363,9 @@ class Saves:
             self.note({"event": "save", "step": id.step, "tier": MEMORY, **figures})
 
     @property
-    def plan(self) -> snapshot.SnapshotPlan | None:
-        """Of the newest snapshot."""
-        return self._plan
-
-    @plan.setter
-    def plan(self, plan: snapshot.SnapshotPlan | None) -> None:
-        self._plan = plan
+    def outline(self) -> Outline | None:
+        """Of the tree of the newest snapshot."""
+        return None if self.plan is None else self.plan.outline
 
     def note(self, event: dict[str, Any]) -> None:
         """A line in the log of the attempt, which process 0 keeps."""
@@ -450,24 +420,12 @@ class Saves:
     def _reached(self, id: StepId, tier: str) -> None:
         """All processes have a step there."""
         self._has_reached(id, tier)
-        with self._lock:
-            slot = self._copied.pop(id, None) if tier == MEMORY else None
-        if slot is not None:
-            self._keep(id, slot)
+        if tier == MEMORY:
+            self._in_memory.reached(id)
 
     def _has_reached(self, id: StepId, tier: str) -> None:
         with self._lock:
             self._state[tier] = dataclasses.replace(self._state[tier], newest=id.step)
-
-    def _keep(self, id: StepId, slot: Slot) -> None:
-        """The newest in memory; older ones go."""
-        count = self._tiers.kept_in_memory
-        with self._lock:
-            self._kept.append((id, slot))
-            gone = self._kept[: len(self._kept) - count]
-            del self._kept[: len(self._kept) - count]
-        for _, each in gone:
-            each.release()
 
     def _given_up(self, id: StepId, error: CheckpointError) -> None:
         if self._backend is not None:
@@ -514,7 +472,8 @@ class Saves:
         arena = self.arena
         if arena is None:
             return
-        for slot in (*self._writing.values(), *self._copied.values(), *(s for _, s in self._kept)):
+        self._in_memory.release()
+        for slot in self._writing.values():
             slot.release()
         arena.close(remove=not self._is_needed())
         self.arena = None

@@ -1,0 +1,88 @@
+"""The Memory tier of a process: whose slots stay, until newer snapshots are valid everywhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import final
+
+from ckpt.arena import Arena, Slot
+from ckpt.imaged import HostImage
+from ckpt.lineage import Lineage, StepId, counts
+
+
+@final
+class InMemory:
+    """Holds a slot for each snapshot that is to stay. Thread-safe.
+
+    Args:
+        keep: how many of the newest stay; 0 without a Memory tier.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._copied: dict[StepId, Slot] = {}
+        """Here; in other processes perhaps not yet."""
+        self._kept: list[tuple[StepId, Slot]] = []
+        """Everywhere, oldest first."""
+
+    def copied(self, id: StepId, slot: Slot) -> None:
+        """A snapshot is in a slot of this process."""
+        with self._lock:
+            self._copied[id] = slot
+
+    def reached(self, id: StepId) -> None:
+        """It is in a slot of every process: older ones may go."""
+        with self._lock:
+            slot = self._copied.pop(id, None)
+        if slot is not None:
+            self._stay(id, slot)
+
+    def begin(self, line: Lineage, images: Iterable[HostImage], arena: Arena) -> list[StepId]:
+        """What was copied before, here or by a trainer that died, stays; what no longer counts
+        goes. The steps that were taken over, ascending.
+
+        Args:
+            images: those that count from now on.
+        """
+        images = sorted(images, key=lambda each: each.id)
+        with self._lock:
+            gone = [each for each in self._kept if not counts(line, each[0])]
+            self._kept = [each for each in self._kept if each not in gone]
+            kept = {id for id, _ in self._kept}
+        for _, slot in gone:
+            slot.release()
+        wanted = {image.slot for image in images}
+        arena.reuse_first([number for number in range(arena.slots) if number not in wanted])
+        taken = []
+        for image in images:
+            if self._keep and image.slot is not None and image.id not in kept:
+                self._stay(image.id, arena.adopt(image.slot))
+                taken.append(image.id)
+        return taken
+
+    def held(self, number: int, arena: Arena) -> Slot:
+        """The slot of an image, for one more holder."""
+        with self._lock:
+            for _, slot in self._kept:
+                if slot.number == number:
+                    return slot.share()
+        return arena.adopt(number)
+
+    def release(self) -> None:
+        """Let go of all slots."""
+        with self._lock:
+            slots = [*self._copied.values(), *(slot for _, slot in self._kept)]
+            self._copied.clear()
+            self._kept.clear()
+        for slot in slots:
+            slot.release()
+
+    def _stay(self, id: StepId, slot: Slot) -> None:
+        with self._lock:
+            self._kept.append((id, slot))
+            gone = self._kept[: len(self._kept) - self._keep]
+            del self._kept[: len(self._kept) - self._keep]
+        for _, each in gone:
+            each.release()
