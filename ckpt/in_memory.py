@@ -82,7 +82,8 @@ class InMemory:
     def _stay(self, id: StepId, slot: Slot) -> None:
         with self._lock:
             self._kept.append((id, slot))
-            gone = self._kept[: len(self._kept) - self._keep]
-            del self._kept[: len(self._kept) - self._keep]
+            surplus = max(0, len(self._kept) - self._keep)
+            gone = self._kept[:surplus]
+            del self._kept[:surplus]
         for _, each in gone:
             each.release()

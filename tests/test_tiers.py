@@ -225,6 +225,20 @@ def test_two_runs_with_the_same_local_directory_do_not_meet(place: Place) -> Non
         check(m.resume(), 3, "local")
 
 
+def test_memory_keeps_as_many_as_it_was_told_to(place: Place) -> None:
+    tiers = ckpt.Memory(keep=ckpt.Keep(last=3)), ckpt.Shared(place.root / "run", every=100)
+    m = place.manager(*tiers)
+    m.resume()
+    for step in range(1, 12):
+        m.save(step, state_of(step))
+        assert set(range(max(1, step - 2), step + 1)) <= set(m.all_steps())
+        assert m.status().slots_free == 5 - min(step, 3)
+    die(m)
+    with place.manager(*tiers) as m:
+        check(m.resume(), 11, "memory")
+        check(m.restore(9), 9, "memory")
+
+
 # --- several shared tiers -----------------------------------------------------------------------
 
 
