@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
 
-from ckpt import attempts, flush, signals, snapshot
+from ckpt import flush, signals, snapshot
 from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
 from ckpt.errors import CheckpointError, PeerFailed, StoreFailed
@@ -56,7 +56,7 @@ from ckpt.processes import Processes
 from ckpt.start import Started
 from ckpt.status import Status, TierStatus
 from ckpt.store import Store
-from ckpt.tiers import Shared, Tiers, patience_of
+from ckpt.tiers import Tiers, patience_of
 from ckpt.tree import Flat
 
 WriterKind = Literal["process", "thread"]
@@ -230,11 +230,10 @@ class Saves:
         parent = started.restored.report.source
         names = [MEMORY, *self._tiers.durable]
         there: dict[str, int] = {}
-        for name, tier in self._tiers.durable.items():
-            if isinstance(tier, Shared):
-                steps = attempts.list_run(self._stores[name]).steps
-            else:
-                steps = tuple(each.id for each in self.locals[name].list())
+        for name in self._tiers.durable:
+            steps = started.shared.get(name)
+            if steps is None:
+                steps = [each.id for each in self.locals[name].list()]
             there[name] = max((s.step for s in counting(started.line, steps)), default=-1)
         images: dict[StepId, HostImage] = {}
         for image in started.images:  # the nearest of each step

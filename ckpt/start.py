@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt import attempts, candidates, commit, layout, publishing, records, states
-from ckpt.candidates import HOST_ONLY, Made, Sources
+from ckpt.candidates import HOME, HOST_ONLY, Made, Sources
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
 from ckpt.imaged import Hosted, HostImage
@@ -89,6 +89,8 @@ class Started:
     that looks like a run. Home for a fresh run."""
     images: tuple[HostImage, ...] = ()
     """Those of this host that count from now on: none is newer than the parent."""
+    shared: Mapping[str, Collection[StepId]] = field(default_factory=dict)
+    """The committed steps of each Shared tier when it began, by its name."""
 
     @property
     def number(self) -> int:
@@ -183,6 +185,10 @@ class Start:
             replace(report, guard_before_rewind=pending),
             source,
             tuple(image for image in sources.images if counts(line, image.id)),
+            {
+                HOME: listing.steps,
+                **{name: there for name, (_, there) in sources.others.items()},
+            },
         )
 
     def _look(self) -> Sources:
