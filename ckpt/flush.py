@@ -30,7 +30,6 @@ from ckpt.store import Store
 
 _log = logging.getLogger("ckpt")
 
-FLUSH = "flush"
 _HOLDING = re.compile(r"a([1-9][0-9]{0,17})-p(0|[1-9][0-9]{0,17})\.json")
 _POLL_S = 0.05
 _POLL_LIMIT_S = 0.5
@@ -38,7 +37,7 @@ _POLL_LIMIT_S = 0.5
 
 def holding_name(owner: int, process: int) -> str:
     """Where a process of an attempt puts down what it has in its slots."""
-    return f"{FLUSH}/a{owner}-p{process}.json"
+    return f"{layout.FLUSH}/a{owner}-p{process}.json"
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,12 @@ def clear(store: Store, owner: int) -> None:
     Nothing depends on it: what fails is only told to the log.
     """
     try:
-        for entry in store.list(FLUSH):
+        for entry in store.list(layout.FLUSH):
             attempt = _attempt_of(entry.name)
             if attempt is not None and attempt < owner:
-                store.delete(f"{FLUSH}/{entry.name}")
+                store.delete(f"{layout.FLUSH}/{entry.name}")
     except CheckpointError as error:
-        _log.warning("%s/%s: could not be cleared: %s", store.location, FLUSH, error)
+        _log.warning("%s/%s: could not be cleared: %s", store.location, layout.FLUSH, error)
 
 
 def _attempt_of(name: str) -> int | None:

@@ -28,6 +28,7 @@ ITEM = "state"
 ATTEMPTS = "attempts"
 PINS = "pins"
 LOG = "log"
+FLUSH = "flush"
 DAMAGED = ".damaged"
 """Ends the name under which a damaged decision is kept when it is written anew."""
 MAX_STEP = 10**18 - 1

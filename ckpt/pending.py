@@ -10,7 +10,6 @@ from typing import final
 from ckpt.errors import Misuse, Superseded
 
 SNAPSHOT = "snapshot"
-TIER = "shared"
 
 
 @final

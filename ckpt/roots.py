@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from ckpt import attempts, layout, publishing
 from ckpt.errors import CheckpointError, Misuse
-from ckpt.flush import FLUSH
 from ckpt.store import FileStore, Store, open_store
 
 
@@ -48,7 +47,7 @@ def _upwards(path: str) -> Iterator[tuple[str, str]]:
 def _belongs(above: str, name: str) -> str:
     """Why `name` in `above` is part of a run; empty when it is not."""
     branch = layout.parse_branch_name(name)
-    if branch is None and name not in (layout.ATTEMPTS, layout.LOG, layout.PINS, FLUSH):
+    if branch is None and name not in (layout.ATTEMPTS, layout.LOG, layout.PINS, layout.FLUSH):
         return ""
     ours = False
     with contextlib.suppress(CheckpointError):  # what cannot be read is nobody's run

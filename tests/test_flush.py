@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt import image
+from ckpt import image, layout
 from ckpt.arena import Arena, Slot
 from ckpt.errors import StoreFailed
-from ckpt.flush import FLUSH, Holding, choose, clear, holding_name, newest_of_all
+from ckpt.flush import Holding, choose, clear, holding_name, newest_of_all
 from ckpt.lineage import Reach, StepId
 from ckpt.messages import Begin, Setup
 from ckpt.slots import Slots
@@ -208,9 +208,9 @@ def test_a_later_attempt_clears_what_is_older(tmp_path: Path, caplog: Any) -> No
     clear(home, 3)
     for owner in (1, 2, 3, 4):
         home.put(holding_name(owner, 0), Holding(owner, 0, 1, 1, ()).emit())
-    home.put(f"{FLUSH}/foreign.json", b"")
+    home.put(f"{layout.FLUSH}/foreign.json", b"")
     clear(home, 3)
-    assert [entry.name for entry in home.list(FLUSH)] == [
+    assert [entry.name for entry in home.list(layout.FLUSH)] == [
         "a3-p0.json",
         "a4-p0.json",
         "foreign.json",
