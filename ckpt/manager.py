@@ -470,6 +470,7 @@ class CheckpointManager:
             self._saves.extend(last.id, flat, last.meta, missing, pending)
         return pending
 
+    @_one_at_a_time
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Metrics of a step that were not known when it was saved, such as those of an evaluation.
 
@@ -482,23 +483,22 @@ class CheckpointManager:
             Misuse: no numbers by name.
         """
         step = check_step_number(step)
-        with self._lock:
-            self._must_be_open()
-            attempt = self._begin()
-            if self._last is not None and self._last.id.step == step:
-                id = self._last.id
-            else:
-                found = choose(attempt.line, self._reader.listing().steps, step)
-                assert found is not None
-                id = found
-            self._saves.note(log.measured(id, metrics).to_json())
+        self._must_be_open()
+        attempt = self._begin()
+        if self._last is not None and self._last.id.step == step:
+            id = self._last.id
+        else:
+            found = choose(attempt.line, self._reader.listing().steps, step)
+            assert found is not None
+            id = found
+        self._saves.note(log.measured(id, metrics).to_json())
 
+    @_one_at_a_time
     def note(self, event: Mapping[str, Json]) -> None:
         """A line of the trainer's own for the log of the attempt; "event" says what it is."""
-        with self._lock:
-            self._must_be_open()
-            self._begin()
-            self._saves.note(states.as_json(dict(event), "event"))
+        self._must_be_open()
+        self._begin()
+        self._saves.note(states.as_json(dict(event), "event"))
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
 
-from ckpt import flush, signals, snapshot
+from ckpt import flush, log, signals, snapshot
 from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
 from ckpt.errors import CheckpointError, PeerFailed, StoreFailed
@@ -359,7 +359,7 @@ class Saves:
             taken.slot.release()
         if MEMORY in tiers:
             self._acks.done(id, MEMORY)
-            self.note({"event": "save", "step": id.step, "tier": MEMORY, **figures})
+            self.note(log.saved(id, MEMORY, figures).to_json())
 
     @property
     def outline(self) -> Outline | None:
