@@ -96,12 +96,13 @@ class CheckpointManager:
         self._reader = Reader(self._store)
         # The writer's threads must not hold the manager, or it would never be collected.
         self._background = Background()
-        self._processes: Processes = of_run(self._store.location)
-        self._timeout_s = timeout_s
+        self.processes: Processes = of_run(self._store.location)
+        """Who takes part in the run, and the board on which they talk."""
+        self.timeout_s = timeout_s
         self._saves = Saves(
             self.tiers,
             self._stores,
-            self._processes,
+            self.processes,
             self._background,
             slots=self.tiers.least_slots if slots is None else slots,
             arena=Path(arena) if arena is not None else None,
@@ -152,7 +153,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The steps of the lineage that can be gone on from, in any tier, ascending."""
-        process = (self._processes.index, self._processes.count)
+        process = (self.processes.index, self.processes.count)
         found = candidates.look(
             self._store, self._others, self._saves.host_images(), process, self.tiers.kept_in_memory
         )
@@ -337,7 +338,7 @@ class CheckpointManager:
 
     def _agree_on_records(self) -> None:
         """A home that was lost gets its records back from a further Shared tier."""
-        if self._processes.index == 0 and self._others and not attempts.list_claims(self._store):
+        if self.processes.index == 0 and self._others and not attempts.list_claims(self._store):
             for store in self._others.values():
                 mirrors.copy_records(store, self._store)
 
@@ -421,7 +422,7 @@ class CheckpointManager:
         if self._busy == "wait":
             return True
         here = self._saves.has_room()
-        if self._processes.count > 1:
+        if self.processes.count > 1:
             with self._matter() as matter:
                 here = all(matter.gather("room", here))
         if not here:
@@ -444,7 +445,7 @@ class CheckpointManager:
                 states.check_moved(data, self._last.data, taken, moved, step)
             flat = tree.flatten(state, known=self._saves.outline)
             id = StepId(step, attempt.decision.branch, attempt.number)
-            meta = meta_of(id, attempt.decision, taken, notes, self._processes)
+            meta = meta_of(id, attempt.decision, taken, notes, self.processes)
             pending, held = self._saves.save(id, flat, meta, tiers, begun)
             self._last = Newest(
                 id,
@@ -544,7 +545,7 @@ class CheckpointManager:
         self._saves.close()
         try:
             if self._calls:
-                self._processes.leave(why)
+                self.processes.leave(why)
         finally:
             self._saves.free_arena()
         self._collected.detach()
@@ -556,7 +557,7 @@ class CheckpointManager:
     def _matter(self) -> Matter:
         """The next thing that all processes settle together."""
         self._calls += 1
-        return self._processes.matter(f"call-{self._calls}", self._timeout_s)
+        return self.processes.matter(f"call-{self._calls}", self.timeout_s)
 
     @contextlib.contextmanager
     def _peers_told(self, step: int) -> Iterator[None]:
@@ -566,7 +567,7 @@ class CheckpointManager:
         except BaseException as error:
             if self._attempt is not None:
                 step_id = StepId(step, self._attempt.decision.branch, self._attempt.number)
-                self._processes.matter(matter_of(step_id)).fail(error)
+                self.processes.matter(matter_of(step_id)).fail(error)
             raise
 
     # --- the background ---------------------------------------------------------------------

@@ -16,7 +16,6 @@ from ckpt.averages import Averages
 from ckpt.errors import Misuse, PeerFailed
 from ckpt.loading import DEFAULT, Loading
 from ckpt.preemption import Preemption
-from ckpt.processes import TIMEOUT_S, Alone, Processes
 from ckpt.spike import GuardState, Rewind, SpikeGuard
 from ckpt.step_times import Inflation, Stopwatch
 
@@ -154,18 +153,9 @@ class Run:
             if self._step == 0 and 0 not in self._manager.all_steps():
                 self._save(force=True)
         if self._guard is not None and self._metric_is_local:
-            self._averages = Averages(self._board, self._timeout_s)
-        self._preemption.begin(self._board, self._timeout_s)
+            self._averages = Averages(self._manager.processes, self._manager.timeout_s)
+        self._preemption.begin(self._manager.processes, self._manager.timeout_s)
         return self
-
-    @property
-    def _board(self) -> Processes:
-        """Where the processes of the run talk."""
-        return getattr(self._manager, "_processes", None) or Alone()
-
-    @property
-    def _timeout_s(self) -> float:
-        return getattr(self._manager, "_timeout_s", TIMEOUT_S)
 
     def _must_be_able_to_rewind(self, guard: SpikeGuard) -> None:
         """Better refused now than when the loss spikes."""
@@ -332,7 +322,7 @@ class Run:
             self._averages.drop()
         self._continue_from(restored)
         self.rewinds.append(Rewound(rewind.onset, restored.step, skip, reason))
-        self._note(
+        self._manager.note(
             {
                 "event": "spike",
                 **rewind.spike.to_json(),
@@ -347,22 +337,16 @@ class Run:
         try:
             yield
         except (Misuse, PeerFailed) as error:
-            if self._averages is not None or self._board.count == 1:
+            if self._averages is not None or self._manager.processes.count == 1:
                 raise
             raise type(error)(
                 f"{error}; the guard must see the same {self._metric} in all processes: where each "
                 "has that of its own data, use Run(..., metric_is_local=True)"
             ) from error
 
-    def _note(self, entry: dict[str, Any]) -> None:
-        """Into the attempt's log."""
-        note = getattr(self._manager, "note", None)
-        if note is not None:
-            note(entry)
-
     def _note_inflation(self, found: Inflation) -> None:
         if found.steps:
-            self._note({"event": "inflation", **asdict(found)})
+            self._manager.note({"event": "inflation", **asdict(found)})
 
     def _continue_from(self, restored: Restored) -> None:
         self._restored = restored

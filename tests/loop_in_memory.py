@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpt.errors import NotFound
 from ckpt.loading import Loading
+from ckpt.processes import TIMEOUT_S, Alone, Processes
 from ckpt.retention import Keep
 from ckpt.run import Run
 from ckpt.spike import SpikeGuard
@@ -96,6 +97,8 @@ class MemoryManager:
         self.fails: BaseException | None = None
         self.refuses_rewind: BaseException | None = None
         self.notes: list[dict[str, Any]] = []
+        self.processes: Processes = Alone()
+        self.timeout_s = TIMEOUT_S
 
     def note(self, entry: dict[str, Any]) -> None:
         json.dumps(entry, allow_nan=False)

@@ -41,7 +41,7 @@ def save_and_resume(stage: Stage) -> dict[str, Any]:
         m.wait_until_finished()
         position = data.get_state()
         stage.meet()
-        said = [len(m._processes.below(f"a1/s{step}")) for step in range(1, 4)]
+        said = [len(m.processes.below(f"a1/s{step}")) for step in range(1, 4)]
         stage.meet()
     found = {"fresh": fresh, "seen": seen, "position": position, "said": said}
     return {**found, **resume(stage, turned=True)}

@@ -23,7 +23,7 @@ class TogetherManager(MemoryManager):
 
     def __init__(self, member: Member, every: int = 5) -> None:
         super().__init__(every)
-        self._processes, self._timeout_s = member, 20.0
+        self.processes, self.timeout_s = member, 20.0
 
 
 class Paced(Batches):
