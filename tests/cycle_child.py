@@ -1,8 +1,7 @@
 """The trainer that `test_cycles.py` kills and starts again: a donating loop with all tiers.
 
-Started once, as a process that has imported everything and forks a trainer for each line it reads.
-Lines in: a JSON object for `train`. Lines out: the pid of each trainer, then how it ended. What a
-trainer is told goes to a pipe, at whose other end an observer writes it down.
+A script for `nurseries`, whose lives are `train`. What a trainer is told goes to a pipe, at whose
+other end an observer writes it down.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from nurseries import serve
 from rows import Rows
 
 import ckpt.reading
@@ -190,13 +189,7 @@ def train(
 
 def main() -> None:
     assert ckpt.reading, "imported, so that no trainer has to"
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(train(**json.loads(line)))
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    serve(train)
 
 
 if __name__ == "__main__":

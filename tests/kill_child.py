@@ -1,8 +1,7 @@
 """The trainer that `test_kill.py` kills: saves, rewinds now and then, and says what it was told.
 
-Started once, as a process that has imported everything and forks a trainer for each line it reads,
-so that a trainer lives after milliseconds. Lines in: a JSON object for `train`. Lines out: the pid
-of each trainer, then how it ended. `function of step and skips` is all there is to a state.
+A script for `nurseries`, whose lives are `train`. `function of step and skips` is all there is to a
+state.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import traceback
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import xxhash
+from nurseries import serve
 from rows import Rows
 
 import ckpt.reading
@@ -141,13 +140,7 @@ def train(root: str, arena: str, acks: str, seed: int, rounds: int, errors: str)
 
 def main() -> None:
     assert ckpt.reading, "imported, so that no trainer has to"
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(train(**json.loads(line)))
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    serve(train)
 
 
 if __name__ == "__main__":

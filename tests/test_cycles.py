@@ -13,8 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nurseries
 import pytest
+from nurseries import Nursery
 from pauses.sitecustomize import PAUSE
 
 from ckpt import layout
@@ -76,30 +76,10 @@ class Observer:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[subprocess.Popen[str]]:
+def nursery() -> Iterator[Nursery]:
     """The process that forks trainers."""
-    here = Path(__file__).parent
-    path = [str(here / "pauses"), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.Popen(
-        [sys.executable, str(here / "cycle_child.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        },
-    )
-    try:
+    with nurseries.nursery("cycle_child.py", Path(__file__).parent / "pauses") as process:
         yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(LIMIT_S)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -113,7 +93,7 @@ def place() -> Iterator[Path]:
 class Cycles:
     """A run that is disturbed, and what was acknowledged in it."""
 
-    def __init__(self, nursery: subprocess.Popen[str], place: Path, steps: int) -> None:
+    def __init__(self, nursery: Nursery, place: Path, steps: int) -> None:
         self.nursery, self.place, self.steps = nursery, place, steps
         self.tag = f"{os.getpid()}-{place.name}"
         self.observer = Observer(place)
@@ -123,7 +103,7 @@ class Cycles:
     def start(self, pause_s: float, at: list[Any] | None, pause: str | None) -> int:
         """A trainer in a process group of its own; its pid."""
         environment = {TAG: self.tag, PAUSE: pause or ""}
-        line = {
+        line: dict[str, object] = {
             "place": str(self.place),
             "pipe": str(self.observer.pipe),
             "steps": self.steps,
@@ -131,17 +111,12 @@ class Cycles:
             "environment": environment,
             "at": at,
         }
-        assert self.nursery.stdin is not None
-        assert self.nursery.stdout is not None
-        self.nursery.stdin.write(json.dumps(line) + "\n")
-        self.nursery.stdin.flush()
         self._lives = len(self.observer.events)
-        return int(self.nursery.stdout.readline())
+        return nurseries.bear(self.nursery, line)
 
     def wait(self) -> int:
         """How the trainer ended."""
-        assert self.nursery.stdout is not None
-        return int(self.nursery.stdout.readline())
+        return nurseries.ended(self.nursery)
 
     @property
     def said(self) -> list[dict[str, Any]]:
@@ -282,7 +257,7 @@ def last_of(cycles: Cycles) -> dict[str, Any]:
     return ended[-1]
 
 
-def play(nursery: subprocess.Popen[str], place: Path, count: int, steps: int) -> None:
+def play(nursery: Nursery, place: Path, count: int, steps: int) -> None:
     draw = random.Random(SEED)
     (place / "disturbed").mkdir()
     (place / "undisturbed").mkdir()
@@ -333,11 +308,11 @@ def _check_nothing_left(place: Path) -> None:
     assert len(images) <= 3, f"seed {SEED}: {images}"
 
 
-def test_a_dozen_kills_change_nothing(nursery: subprocess.Popen[str], place: Path) -> None:
+def test_a_dozen_kills_change_nothing(nursery: Nursery, place: Path) -> None:
     play(nursery, place, 12, 400)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_change_nothing(nursery: subprocess.Popen[str], place: Path) -> None:
+def test_a_hundred_kills_change_nothing(nursery: Nursery, place: Path) -> None:
     play(nursery, place, 100, 4000)

@@ -12,8 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,8 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nurseries
 import pytest
 from kill_child import same, state_at
+from nurseries import Nursery
 
 import ckpt
 from ckpt import layout
@@ -32,29 +32,10 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[subprocess.Popen[str]]:
+def nursery() -> Iterator[Nursery]:
     """The process that forks trainers."""
-    here = Path(__file__).parent
-    process = subprocess.Popen(
-        [sys.executable, str(here / "kill_child.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
-        },
-    )
-    try:
+    with nurseries.nursery("kill_child.py") as process:
         yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(LIMIT_S)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -143,7 +124,7 @@ PHASES: dict[str, Callable[[Seen, Seen], bool]] = {
 class Drill:
     """A run that is killed again and again, and what is known of it."""
 
-    def __init__(self, root: Path, arena: Path, nursery: subprocess.Popen[str], seed: int) -> None:
+    def __init__(self, root: Path, arena: Path, nursery: Nursery, seed: int) -> None:
         self.root, self.arena, self.nursery, self.seed = root, arena, nursery, seed
         self.acks, self.errors = root.parent / "acks", root.parent / "errors"
         self.rng = random.Random(seed)
@@ -155,7 +136,7 @@ class Drill:
 
     def live(self, rounds: int) -> int:
         """Start a trainer; its pid."""
-        order = {
+        order: dict[str, object] = {
             "root": str(self.root),
             "arena": str(self.arena),
             "acks": str(self.acks),
@@ -163,15 +144,10 @@ class Drill:
             "seed": self.rng.randrange(1 << 30),
             "rounds": rounds,
         }
-        assert self.nursery.stdin is not None
-        assert self.nursery.stdout is not None
-        self.nursery.stdin.write(json.dumps(order) + "\n")
-        self.nursery.stdin.flush()
-        return int(self.nursery.stdout.readline())
+        return nurseries.bear(self.nursery, order)
 
     def ended(self) -> int:
-        assert self.nursery.stdout is not None
-        return int(self.nursery.stdout.readline())
+        return nurseries.ended(self.nursery)
 
     def kill(self) -> str:
         """One life and death; what was left."""
@@ -306,7 +282,7 @@ def in_order(run: Drill) -> None:
     assert not run.arena.exists(), f"{run}\n{list(run.arena.iterdir())}"
 
 
-def test_thirty_kills(root: Path, arena: Path, nursery: subprocess.Popen[str]) -> None:
+def test_thirty_kills(root: Path, arena: Path, nursery: Nursery) -> None:
     found = drill(Drill(root, arena, nursery, SEED), 30)
     print(f"KILL_SEED={SEED}; left by 30 kills: {dict(found)}")
     assert len(found) >= 3, f"KILL_SEED={SEED}: the kills do not spread: {found}"
@@ -315,7 +291,5 @@ def test_thirty_kills(root: Path, arena: Path, nursery: subprocess.Popen[str]) -
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", range(10))
-def test_a_hundred_kills(
-    root: Path, arena: Path, nursery: subprocess.Popen[str], number: int
-) -> None:
+def test_a_hundred_kills(root: Path, arena: Path, nursery: Nursery, number: int) -> None:
     drill(Drill(root, arena, nursery, SEED + 1 + number), 100)
