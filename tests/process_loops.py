@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from process_scenes import preempted_in_one
 from process_stage import Stage, data_sharding, pipeline, shardings, spread
 
 import ckpt
@@ -50,25 +49,9 @@ def preempted_without_jax(stage: Stage) -> dict[str, Any]:
     service = distributed.global_state.preemption_sync_manager
     distributed.global_state.preemption_sync_manager = None
     before = signal.getsignal(signal.SIGTERM)
-    zeros = {"w": spread(np.zeros((16, 2), np.float32), shardings()["rows"])}
-    add = jax.jit(lambda weights, ids: weights + ids.sum().astype(np.float32))
-    with (
-        stage.manager(every=10_000) as m,
-        pipeline(epochs=1000).iterator(sharding=data_sharding()) as data,
-        ckpt.Run(m, zeros, data, steps=2000) as run,
-    ):
-        for step, batch in run:
-            if (stage.index, step) == (1, 7):
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
-            run.update({"w": add(run.state["w"], batch["id"])})
+    found = preempted_in_one(stage)
     distributed.global_state.preemption_sync_manager = service
-    return {
-        "preempted": run.preempted,
-        "step": run.step,
-        "steps": m.all_steps(),
-        "handler_is_back": signal.getsignal(signal.SIGTERM) == before,
-    }
+    return {**found, "handler_is_back": signal.getsignal(signal.SIGTERM) == before}
 
 
 SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {

@@ -147,6 +147,20 @@ def test_damage_falls_to_the_next_tier_and_then_to_an_older_step(host: Host) -> 
     assert host.started.decision.branch == host.started.number
 
 
+def must_miss(host: Host, tier: str) -> None:
+    """Step 2 is in memory, and unreadable in a tier: told of, and lost once memory is."""
+    restored = host.start()
+    check(restored, host, 2, "memory")
+    assert [each.file for each in restored.report.damage] == [tier]
+    host.die()
+    (host.place / "arena-0").rename(host.place / "gone")
+    restored = host.start()
+    check(restored, host, 1, "shared")
+    (lost,) = restored.report.lost
+    assert lost.step == 2
+    assert lost.reason.startswith(f"{tier}: ")
+
+
 def test_a_local_image_without_a_readable_header_is_told_of(host: Host) -> None:
     host.start()
     host.to_shared(host.copy(1))
@@ -155,16 +169,7 @@ def test_a_local_image_without_a_readable_header_is_told_of(host: Host) -> None:
     assert local.tier == "local"
     flip(Path(local.header.where), 8)
     host.die()
-    restored = host.start()
-    check(restored, host, 2, "memory")
-    assert [each.file for each in restored.report.damage] == ["local"]
-    host.die()
-    (host.place / "arena-0").rename(host.place / "gone")
-    restored = host.start()
-    check(restored, host, 1, "shared")
-    (lost,) = restored.report.lost
-    assert lost.step == 2
-    assert lost.reason.startswith("local: ")
+    must_miss(host, "local")
 
 
 def test_a_marker_that_cannot_be_read_in_a_further_tier(host: Host, tmp_path: Path) -> None:
@@ -177,16 +182,7 @@ def test_a_marker_that_cannot_be_read_in_a_further_tier(host: Host, tmp_path: Pa
     host.to_shared(snap, second)
     host.die()
     flip(tmp_path / "second" / "branch-1" / "2" / "commit_success.txt", 3)
-    restored = host.start()
-    check(restored, host, 2, "memory")
-    assert [each.file for each in restored.report.damage] == ["shared-2"]
-    host.die()
-    (host.place / "arena-0").rename(host.place / "gone")
-    restored = host.start()
-    check(restored, host, 1, "shared")
-    (lost,) = restored.report.lost
-    assert lost.step == 2
-    assert lost.reason.startswith("shared-2: ")
+    must_miss(host, "shared-2")
 
 
 def test_a_step_of_another_run_in_a_further_tier(host: Host, tmp_path: Path) -> None:

@@ -91,20 +91,26 @@ def test_without_a_signal_nobody_stops_and_little_is_said() -> None:
     assert board.texts == {}
 
 
+def stopped(member: Member, completed: int = 0) -> str:
+    """Wants to stop, and updates until it may."""
+    agreement = Agreement(member, 20.0)
+    agreement._completed += completed
+    try:
+        agreement.wanted = True
+        while not agreement.after_update(last=False):
+            time.sleep(0.005)
+        return "stopped"
+    finally:
+        agreement.close()
+
+
 def test_one_that_fails_while_the_others_hold_is_told() -> None:
     def act(member: Member) -> Any:
         if member.index == 2:
             time.sleep(0.3)
             member.leave("it raised KeyError")
             return None
-        agreement = Agreement(member, 20.0)
-        try:
-            agreement.wanted = True
-            while not agreement.after_update(last=False):
-                time.sleep(0.005)
-            return "stopped"
-        finally:
-            agreement.close()
+        return stopped(member)
 
     zero, one, _ = at_once(act)
     for error in (zero, one):
@@ -118,15 +124,7 @@ def test_one_that_had_gone_too_far_to_hold_is_told_of_it_too() -> None:
             time.sleep(0.3)
             member.leave("it raised KeyError")
             return None
-        agreement = Agreement(member, 20.0)
-        agreement._completed = 10**6 * member.index
-        try:
-            agreement.wanted = True
-            while not agreement.after_update(last=False):
-                time.sleep(0.005)
-            return "stopped"
-        finally:
-            agreement.close()
+        return stopped(member, completed=10**6 * member.index)
 
     for error in at_once(act)[:2]:
         assert type(error) is ckpt.PeerFailed
