@@ -107,6 +107,7 @@ class Run:
         assert pending is not None
         pending.wait(timeout=60)
         self.acked = step
+        manager._saves.settle()  # log and deletions come before the next save, each time
 
     def check(self, restored: Restored, rows: Rows) -> None:
         """What was restored is one of the steps that were saved, exactly."""
@@ -218,7 +219,7 @@ def save_with_figures(run: Run, manager: CheckpointManager, rows: Rows) -> None:
         rows.take()
         run.tags[step] = {100 + step}
         manager.save(step, state_of(100 + step), data=rows, metrics={"loss": loss})
-        manager._saves.settle()  # deletions come between the saves, at the same place each time
+        manager._saves.settle()  # as in `Run.save`
     manager.wait_until_finished(60)
     run.acked = 4
 
