@@ -80,6 +80,7 @@ class Trainer:
     def must_have_all_once(self) -> None:
         assert Counter((each.id, each.tier) for each in self.of(Done)) == Counter(self.told)
         ids = {id for id, _ in self.told}
+        self.wait_for(lambda: len(self.of(Released)) >= len(ids))  # the last comes after its Done
         assert Counter(each.id for each in self.of(Released)) == Counter(ids)
 
     def written(self) -> list[str]:
