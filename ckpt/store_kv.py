@@ -2,8 +2,8 @@
 
 How the clauses of `ckpt.store` are kept where there are requests instead of system calls:
 
-- Every request is repeated, with backoff and jitter, while the failure looks like one that passes,
-  for a bounded time in all. TensorStore's own repeating is off: it does not tell that it happened.
+- Every request is repeated for a bounded time while its failure looks like one that passes
+  (`ckpt.kv_requests`).
 - `put_if_absent` and `swap` are conditional puts. A request whose answer was lost may have been
   carried out, so a refusal after it is settled by reading back: our bytes there mean that we won.
   Below TensorStore a broken connection is repeated once without a word. Then a win can be told as
@@ -19,24 +19,21 @@ import io
 import itertools
 import logging
 import os
-import random
 import re
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Never, TypeVar, final
+from typing import Any, final
 
 import tensorstore as ts
 
 from ckpt import threads
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.kv_requests import ABSENT, Requests, text_of
 from ckpt.open_images import ImageReader
 from ckpt.pieces import piece_name
 from ckpt.store import Entry, SwappingStore, check_key
 from ckpt.windows import Source, size_of
 
-T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 
 CUT_BYTES = 256 << 20
@@ -51,58 +48,8 @@ READS = 8
 WRITES = 2
 """Objects of an image in flight; each is copied once on its way out."""
 
-_ABSENT = b"\x02"
-"""TensorStore's generation of what is not there: the condition of a put if absent."""
-
-_BYTES_PER_S = 1 << 18
-"""A request slower than this has lost its connection."""
-
 _PIECE = re.compile(r"\.bytes-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\Z")
 _URL = re.compile(r"(s3|gs)://([^/?#]+)(?:/([^?#]*))?\Z")
-_TRAILER = re.compile(r" \[(?!http_response_code|curl_code)[\w-]+='.*?'\](?= \[|\Z)", re.DOTALL)
-_PASSES = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-_UNREACHED = re.compile(r"curl_code='[67]'|[Cc]ould not (resolve|connect)")
-_NO_BUCKET = "there is no such bucket; check its name, or create it"
-_CURES = {
-    "s3": {
-        "PERMISSION_DENIED": "check the credentials (AWS_ACCESS_KEY_ID and so on) and what they "
-        "allow",
-        "UNAUTHENTICATED": "check the credentials (AWS_ACCESS_KEY_ID and so on)",
-        "NOT_FOUND": _NO_BUCKET,
-        "CURL": "check the network and AWS_ENDPOINT_URL",
-    },
-    "gs": {
-        "PERMISSION_DENIED": "check the credentials (GOOGLE_APPLICATION_CREDENTIALS) and what they "
-        "allow",
-        "UNAUTHENTICATED": "check the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
-        "NOT_FOUND": _NO_BUCKET,
-        "CURL": "check the network and its proxies",
-    },
-}
-"""By the scheme of the location, and by a sign in the text of an error."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a request is repeated, three times at least, before the store counts as failed."""
-
-    total_s: float = 120.0
-    first_pause_s: float = 0.2
-    longest_pause_s: float = 8.0
-    answer_s: float = 60.0
-    """How long one answer may take, on top of the time for its bytes."""
-    first_s: float = 10.0
-    """In place of `total_s` for a server that could not be connected to and never was before: its
-    name is wrong, or there is no network."""
-
-
-PATIENCE = Patience()
-
-_told: set[str] = set()
-"""Locations of which it is known whether they have a conditional put."""
-
-_reached: set[str] = set()
-"""Servers that have answered this process."""
 
 
 def open_bucket(url: str) -> KvStore:
@@ -125,7 +72,7 @@ def open_bucket(url: str) -> KvStore:
     try:
         ts.KvStore.Spec(spec)
     except ValueError as error:
-        raise Misuse(f"{url}: {_text(error)}") from error
+        raise Misuse(f"{url}: {text_of(error)}") from error
     return KvStore(location, {**spec, "path": f"{prefix}/" if prefix else ""})
 
 
@@ -158,13 +105,7 @@ class KvStore(SwappingStore):
         self, location: str, spec: Mapping[str, Any], context: ts.Context | None = None
     ) -> None:
         self.location = location
-        self._spec = dict(spec)
-        self._context = context
-        self._opened: ts.KvStore | None = None
-        self._bucket_is_there = False
-        scheme = location.partition("://")[0]
-        self._cures = _CURES.get(scheme, _CURES["s3"])
-        self._server = str(spec.get("endpoint") or scheme)
+        self.requests = Requests(location, spec, context)
 
     def __repr__(self) -> str:
         return f"KvStore({self.location!r})"
@@ -172,26 +113,27 @@ class KvStore(SwappingStore):
     # --- small files --------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes) -> None:
-        self._write(_checked(key), data)
+        self.requests.write(_checked(key), data)
 
     def put_many(self, files: Mapping[str, bytes]) -> None:
         for key in files:
             _checked(key)
-        threads.each(lambda item: self._write(*item), list(files.items()), READS)
+        threads.each(lambda item: self.requests.write(*item), list(files.items()), READS)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        if not self._put_if(_checked(key), data, _ABSENT):
+        if not self.requests.put_if(_checked(key), data, ABSENT):
             raise AlreadyExists(f"{self.location}/{key}: there already; left as it is")
-        if self.location not in _told:
-            self._tell_if_unconditional(key, data)
+        self.requests.tell_if_unconditional(key, data)
 
     def swap(self, key: str, old: bytes, new: bytes) -> None:
-        found = self._read(_checked(key))
-        if found.value != old or not self._put_if(key, new, found.stamp.generation, settled=True):
+        found = self.requests.read(_checked(key))
+        if found.value != old or not self.requests.put_if(
+            key, new, found.stamp.generation, settled=True
+        ):
             raise NotFound(f"{self.location}/{key}: it has changed meanwhile; left as it is")
 
     def read(self, key: str) -> bytes:
-        return bytes(self._read(_checked(key)).value)
+        return bytes(self.requests.read(_checked(key)).value)
 
     def read_many(self, keys: Sequence[str]) -> Sequence[bytes | NotFound | Damaged]:
         def read(key: str) -> bytes | NotFound | Damaged:
@@ -204,16 +146,18 @@ class KvStore(SwappingStore):
 
     def delete(self, key: str) -> None:
         pieces = [piece.key for piece in self._pieces(_checked(key))]
-        threads.each(self._remove, pieces or [key], READS)
+        threads.each(self.requests.remove, pieces or [key], READS)
 
     def delete_tree(self, prefix: str) -> None:
         below = f"{_checked(prefix)}/"
-        threads.each(self._remove, [below + name for name in self._names(below)], READS)
+        threads.each(
+            self.requests.remove, [below + name for name in self.requests.names(below)], READS
+        )
 
     def delete_tree_but(self, prefix: str, name: str) -> None:
         below = f"{_checked(prefix)}/"
-        keys = [below + found for found in self._names(below) if found != name]
-        threads.each(self._remove, keys, READS)
+        keys = [below + found for found in self.requests.names(below) if found != name]
+        threads.each(self.requests.remove, keys, READS)
 
     def clear_temporaries(self, prefix: str) -> None:
         _checked(prefix)  # there are none: an object is there as a whole or not at all
@@ -228,7 +172,7 @@ class KvStore(SwappingStore):
     def list(self, prefix: str) -> list[Entry]:
         below = f"{_checked(prefix)}/" if prefix else ""
         found: dict[str, Entry] = {}
-        for key in self._names(below):
+        for key in self.requests.names(below):
             name, slash, _ = key.partition("/")
             if slash:
                 found[name] = Entry(name, True, 0)
@@ -245,7 +189,9 @@ class KvStore(SwappingStore):
 
     def exists(self, key: str) -> bool:
         here = _checked(key)
-        return any(not rest or rest[0] == "/" or _PIECE.match(rest) for rest in self._names(here))
+        return any(
+            not rest or rest[0] == "/" or _PIECE.match(rest) for rest in self.requests.names(here)
+        )
 
     # --- images -------------------------------------------------------------------------------
 
@@ -258,17 +204,17 @@ class KvStore(SwappingStore):
         old = {piece.key for piece in self._pieces(key)} - {piece.key for piece in pieces}
         try:
             threads.each(
-                lambda piece: self._write(piece.key, _bytes(data, piece.start, piece.stop)),
+                lambda piece: self.requests.write(piece.key, _bytes(data, piece.start, piece.stop)),
                 pieces,
                 WRITES,
             )
         except BaseException:
             try:
-                threads.each(self._remove, [piece.key for piece in pieces], READS)
+                threads.each(self.requests.remove, [piece.key for piece in pieces], READS)
             except StoreFailed as error:
                 _log.warning("%s/%s: what was written of it stays: %s", self.location, key, error)
             raise
-        threads.each(self._remove, sorted(old), READS)
+        threads.each(self.requests.remove, sorted(old), READS)
 
     def open_image(self, key: str) -> ImageReader:
         pieces = self._pieces(_checked(key)) or [Piece(key, 0, self._size(key))]
@@ -281,12 +227,12 @@ class KvStore(SwappingStore):
                     "an object of the image is absent"
                 )
             end = piece.stop
-        return KvImage(self, where, pieces)
+        return KvImage(self.requests, where, pieces)
 
     def _pieces(self, key: str) -> Sequence[Piece]:
         """The objects of an image in order; none when there is no such image."""
         found = []
-        for rest in self._names(f"{key}.bytes-"):
+        for rest in self.requests.names(f"{key}.bytes-"):
             piece = _PIECE.match(f".bytes-{rest}")
             if piece is not None:
                 found.append(Piece(f"{key}.bytes-{rest}", int(piece[1]), int(piece[2])))
@@ -300,7 +246,7 @@ class KvStore(SwappingStore):
 
         def reaches(size_bytes: int) -> bool:
             try:
-                self._read(key, slice(size_bytes - 1, size_bytes))
+                self.requests.read(key, slice(size_bytes - 1, size_bytes))
             except Damaged:
                 return False
             return True
@@ -314,135 +260,6 @@ class KvStore(SwappingStore):
             middle = (known + bound) // 2
             known, bound = (middle, bound) if reaches(middle) else (known, middle)
         return known
-
-    # --- requests -----------------------------------------------------------------------------
-
-    def _write(self, key: str, data: bytes) -> None:
-        def act(tries: int) -> None:
-            answer = self._answer(self._kv.write(key, data), len(data))
-            if not answer.generation:
-                raise ValueError("UNAVAILABLE: the store refused a put that had no condition")
-
-        self._repeat(key, act)
-        self._bucket_is_there = True
-
-    def _put_if(self, key: str, data: bytes, generation: bytes, *, settled: bool = False) -> bool:
-        """Put if the object is of that generation. False: it was not, and was not by our doing.
-
-        After a refusal the object is read: if it holds `data`, an earlier request of ours may have
-        been carried out. It is taken for ours if there was one, or if nobody else would have
-        written the same bytes (`settled`).
-        """
-
-        def act(tries: int) -> bool:
-            answer = self._answer(self._kv.write(key, data, if_equal=generation), len(data))
-            if answer.generation:
-                return True
-            found = self._answer(self._kv.read(key), 0)
-            if found.state != "value":
-                self._confirm_bucket(key)
-                if generation != _ABSENT:
-                    return False
-                raise ValueError("UNAVAILABLE: a put if absent was refused, and nothing is there")
-            return (tries > 0 or settled) and found.value == data
-
-        done = self._repeat(key, act)
-        self._bucket_is_there = True
-        return done
-
-    def _tell_if_unconditional(self, key: str, data: bytes) -> None:
-        """Put the same bytes once more: a store that knows conditions refuses them."""
-        try:
-            answer = self._answer(self._kv.write(key, data, if_equal=_ABSENT), len(data))
-        except (ValueError, TimeoutError):
-            return  # another time
-        _told.add(self.location)
-        if answer.generation:
-            warnings.warn(
-                f"{self.location}: the store ignores conditional puts, so two attempts that start "
-                "at once can both believe that the run is theirs; make sure that one trainer is "
-                "started at a time",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _read(self, key: str, byte_range: slice | None = None) -> Any:
-        wanted = 0 if byte_range is None else byte_range.stop - byte_range.start
-        found = self._repeat(
-            key, lambda _: self._answer(self._kv.read(key, byte_range=byte_range), wanted)
-        )
-        if found.state != "value":
-            self._confirm_bucket(key)
-            raise NotFound(f"{self.location}/{key}: not there")
-        self._bucket_is_there = True
-        return found
-
-    def _confirm_bucket(self, key: str) -> None:
-        """A read cannot tell an absent object from an absent bucket; a listing can."""
-        if not self._bucket_is_there:
-            self._names(key)
-
-    def _remove(self, key: str) -> None:
-        self._repeat(key, lambda _: self._answer(self._kv.write(key, None), 0))
-
-    def _names(self, start: str) -> Sequence[str]:
-        """What stands behind `start` in each key that begins with it; sorted."""
-        first = start.encode()
-        last = first[:-1] + bytes([first[-1] + 1]) if first else b""
-        within = ts.KvStore.KeyRange(first, last)
-        found = self._repeat(start, lambda _: self._answer(self._kv.list(within), 0))
-        self._bucket_is_there = True
-        return sorted(key.decode()[len(start) :] for key in found)
-
-    @property
-    def _kv(self) -> ts.KvStore:
-        if self._opened is None:
-            no_retries = {"max_retries": 0}
-            context = self._context or ts.Context(
-                {"s3_request_retries": no_retries, "gcs_request_retries": no_retries}
-            )
-            self._opened = ts.KvStore.open(self._spec, context=context).result()
-        return self._opened
-
-    def _answer(self, future: Any, size_bytes: int) -> Any:
-        """The result of a request, or TimeoutError; what was given up may still happen."""
-        try:
-            return future.result(timeout=PATIENCE.answer_s + size_bytes / _BYTES_PER_S)
-        except TimeoutError:
-            future.cancel()
-            raise
-
-    def _repeat(self, key: str, act: Callable[[int], T]) -> T:
-        """`act`, told how often it was tried already, until it succeeds or time is up."""
-        begun = time.monotonic()
-        pause_s, tries = PATIENCE.first_pause_s, 0
-        while True:
-            try:
-                done = act(tries)
-            except (ValueError, TimeoutError) as error:
-                tries += 1
-                spent_s = time.monotonic() - begun
-                limit_s = PATIENCE.total_s
-                if self._server not in _reached and _UNREACHED.search(str(error)):
-                    limit_s = min(limit_s, PATIENCE.first_s)
-                if not _passes(error) or (tries >= 3 and spent_s + pause_s > limit_s):
-                    self._fail(key, error, tries, spent_s)
-                _log.info("%s/%s: try %d: %s", self.location, key, tries, _text(error))
-            else:
-                _reached.add(self._server)
-                return done
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(PATIENCE.longest_pause_s, pause_s * 2)
-
-    def _fail(self, key: str, error: Exception, tries: int, spent_s: float) -> Never:
-        text = _text(error)
-        if "OUT_OF_RANGE" in text:
-            raise Damaged(f"{self.location}/{key}: shorter than its name says: {text}") from error
-        cure = next((cure for sign, cure in self._cures.items() if sign in text), "")
-        often = f" (tried {tries} times in {spent_s:.0f} s)" if tries > 1 else ""
-        raise StoreFailed(
-            f"{self.location}/{key}: {text}{often}{f'; {cure}' if cure else ''}"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -458,10 +275,10 @@ class Piece:
 class KvImage(ImageReader):
     """An image in a bucket, read by several range requests at once."""
 
-    def __init__(self, store: KvStore, name: str, pieces: Sequence[Piece]) -> None:
+    def __init__(self, requests: Requests, name: str, pieces: Sequence[Piece]) -> None:
         self.name = name
         self.size_bytes = pieces[-1].stop
-        self._store = store
+        self._requests = requests
         self._pieces = pieces
 
     def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
@@ -486,12 +303,12 @@ class KvImage(ImageReader):
             for piece in self._pieces:
                 if piece.start < min(piece.stop, offset + length) and piece.stop > offset:
                     last = piece.stop - piece.start - 1
-                    self._store._read(piece.key, slice(last, last + 1))
+                    self._requests.read(piece.key, slice(last, last + 1))
         return super().read(offset, length)
 
     def _fill(self, piece: Piece, offset: int, buffer: memoryview) -> None:
         start = offset - piece.start
-        buffer[:] = self._store._read(piece.key, slice(start, start + buffer.nbytes)).value
+        buffer[:] = self._requests.read(piece.key, slice(start, start + buffer.nbytes)).value
 
     def close(self) -> None:
         """Nothing is held."""
@@ -513,14 +330,3 @@ def _checked(key: str) -> str:
     if any(_PIECE.search(part) for part in key.split("/")):
         raise Misuse(f"key {key!r}: names that end like this are those of pieces of images")
     return key
-
-
-def _passes(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, TimeoutError) or text.startswith(_PASSES) or "RequestTimeout" in text
-
-
-def _text(error: Exception) -> str:
-    """The error without what TensorStore appends from headers and body of the answer."""
-    text = _TRAILER.sub("", str(error)).replace("All 0 retry attempts failed: ", "")
-    return (text if len(text) < 300 else f"{text[:300]}...") or "no answer"

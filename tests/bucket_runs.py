@@ -13,9 +13,9 @@ import pytest
 from s3_server import BUCKET, Proxy
 
 import ckpt
-from ckpt import store_kv
+from ckpt import kv_requests
 
-IMPATIENT = store_kv.Patience(0.1, 0.01, 0.02, 0.3)
+IMPATIENT = kv_requests.Patience(0.1, 0.01, 0.02, 0.3)
 """For stores that fail for good. Nothing that has to succeed goes by it: an answer may take long
 on a machine that has much to do."""
 
@@ -27,7 +27,7 @@ def found_through_environment(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(10.0, 0.01, 0.05, 10.0))
+    monkeypatch.setattr(kv_requests, "PATIENCE", kv_requests.Patience(10.0, 0.01, 0.05, 10.0))
     return proxy
 
 

@@ -17,7 +17,7 @@ from bucket_runs import assert_same, save_steps, state_of
 from faulty_store import Died
 
 import ckpt
-from ckpt import attempts, layout, store_kv
+from ckpt import attempts, kv_requests, layout
 from ckpt.reader import Reader
 from ckpt.store import FileStore
 from ckpt.store_kv import KvStore
@@ -99,9 +99,9 @@ class Memory:
     def requests(self, act: Act, at: int = 0, *, carried_out: bool = False) -> Requests:
         """`act` on a manager whose store dies at a request, unless it gets through."""
         store = self.store()
-        store_kv._told.discard(store.location)  # each run is the first of its process
-        requests = Requests(store._kv, at, carried_out=carried_out)
-        store._opened = requests  # type: ignore[assignment]
+        kv_requests._told.discard(store.location)  # each run is the first of its process
+        requests = Requests(store.requests._kv, at, carried_out=carried_out)
+        store.requests._opened = requests  # type: ignore[assignment]
         m = self.manager(store)
         try:
             act(m)

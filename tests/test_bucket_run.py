@@ -121,7 +121,7 @@ def large_state() -> dict[str, Any]:
 
 
 def objects_of(root: str, step: int) -> list[str]:
-    return open_store(root)._names(f"branch-1/{step}/state/d/")  # type: ignore[attr-defined]
+    return open_store(root).requests.names(f"branch-1/{step}/state/d/")  # type: ignore[attr-defined]
 
 
 def must_be_read_alike(root: str, s3: Proxy, step: int, state: dict[str, Any]) -> None:
@@ -159,9 +159,9 @@ def test_tensorstore_opens_a_step_in_many_objects(
     store = open_store(root)
     assert isinstance(store, KvStore)
     key = f"branch-1/3/state/d/{victim}"
-    data = bytearray(store._read(key).value)
+    data = bytearray(store.requests.read(key).value)
     data[next(at for at in range(len(data) // 2, len(data)) if data[at])] ^= 4
-    store._write(key, bytes(data))
+    store.requests.write(key, bytes(data))
     with pytest.raises(ckpt.Damaged):
         ckpt.restore(root, step=3)
     broken = 0

@@ -22,7 +22,7 @@ from bucket_runs import (
 from s3_server import CUT, LOSE, TEAR, Proxy, s3_server, status
 
 import ckpt
-from ckpt import attempts, store_kv
+from ckpt import attempts, kv_requests
 from ckpt.store import open_store
 
 
@@ -47,7 +47,7 @@ def test_a_fresh_start_needs_an_answer(
 ) -> None:
     with manager_of(root, tmp_path) as m:
         with monkeypatch.context() as patch:
-            patch.setattr(store_kv, "PATIENCE", IMPATIENT)
+            patch.setattr(kv_requests, "PATIENCE", IMPATIENT)
             for trouble in (status(403), status(500), CUT):
                 with s3.trouble(lambda request, n, t=trouble: t), pytest.raises(ckpt.StoreFailed):
                     m.resume()
@@ -89,7 +89,7 @@ def test_a_store_that_fails_for_good_is_told(
         m.resume()
         save_steps(m, [1])
         with monkeypatch.context() as patch, s3.trouble(lambda request, number: status(503)):
-            patch.setattr(store_kv, "PATIENCE", IMPATIENT)
+            patch.setattr(kv_requests, "PATIENCE", IMPATIENT)
             pending = m.save(2, state_of(2))
             assert pending is not None
             with pytest.raises(ckpt.StoreFailed, match=r"503.*tried"):
@@ -176,7 +176,7 @@ def test_a_slow_bucket(
     root: str, s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer is late; some come after the request was given up, and was sent again."""
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(60.0, 0.01, 0.02, 0.3))
+    monkeypatch.setattr(kv_requests, "PATIENCE", kv_requests.Patience(60.0, 0.01, 0.02, 0.3))
     dice = random.Random(20263)
     too_late: list[str] = []
 

@@ -414,7 +414,7 @@ def test_a_step_in_a_bucket(bucket: Proxy, tmp_path: Path, monkeypatch: pytest.M
     assert ckpt.verify(root).intact
     reader = Reader(root)
     step = reader.find(1)
-    names = reader.store._names("branch-1/1/state/d/")  # type: ignore[attr-defined]
+    names = reader.store.requests.names("branch-1/1/state/d/")  # type: ignore[attr-defined]
     assert len([name for name in names if ".bytes-" in name]) > 2, names
     assert step.step == 1
     base = spec_of(bucket, "packed/branch-1/1/state/")

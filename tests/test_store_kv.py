@@ -14,8 +14,9 @@ import tensorstore as ts
 from s3_server import BUCKET, CUT, LOSE, TEAR, Proxy, Request, Trouble, s3_server, status
 from store_contract import ODD_KEYS, StoreContract, aligned, in_threads, some_bytes
 
-from ckpt import layout, publishing, store_kv
+from ckpt import kv_requests, layout, publishing, store_kv
 from ckpt.errors import AlreadyExists, Damaged, Misuse, NotFound, StoreFailed
+from ckpt.kv_requests import Requests
 from ckpt.layout import Marker, Unpublished
 from ckpt.lineage import Remain, StepId
 from ckpt.store import FileStore, Store, open_store
@@ -36,7 +37,7 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(5.0, 0.01, 0.05, 5.0))
+    monkeypatch.setattr(kv_requests, "PATIENCE", kv_requests.Patience(5.0, 0.01, 0.05, 5.0))
     return server
 
 
@@ -110,7 +111,7 @@ def test_locations(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_spec_of_google_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store("gs://runs/a")
     assert isinstance(store, KvStore)
-    assert store._spec == {"driver": "gcs", "bucket": "runs", "path": "a/"}
+    assert store.requests.spec == {"driver": "gcs", "bucket": "runs", "path": "a/"}
     assert store.location == "gs://runs/a"
 
 
@@ -119,12 +120,12 @@ def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     plain = {"driver": "s3", "bucket": "runs", "use_conditional_write": True, "path": "a/"}
-    assert store_kv.open_bucket("s3://runs/a")._spec == plain
+    assert store_kv.open_bucket("s3://runs/a").requests.spec == plain
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-1")
-    assert store_kv.open_bucket("s3://runs/a")._spec == {**plain, "aws_region": "eu-1"}
+    assert store_kv.open_bucket("s3://runs/a").requests.spec == {**plain, "aws_region": "eu-1"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other:1/")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://here:2/")
-    found = store_kv.open_bucket("s3://runs/a")._spec
+    found = store_kv.open_bucket("s3://runs/a").requests.spec
     assert found == {**plain, "aws_region": "eu-1", "endpoint": "http://here:2"}
 
 
@@ -156,7 +157,7 @@ def acts(store: Store) -> dict[str, Callable[[], Any]]:
 def test_what_fails_is_not_absent(
     act: str, store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(0.1, 0.01, 0.02, 0.3))
+    monkeypatch.setattr(kv_requests, "PATIENCE", kv_requests.Patience(0.1, 0.01, 0.02, 0.3))
     for trouble, text in (
         (status(403), "check the credentials"),
         (status(500), r"500.*tried \d+ times"),
@@ -180,23 +181,27 @@ def test_what_fails_is_not_absent(
 def test_a_server_that_was_never_reached_is_given_up_soon(
     endpoint: str, s3: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert store_kv.Patience().first_s <= 10
-    assert store_kv.Patience().total_s >= 100
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(1e9, 0.01, 0.02, 5.0, first_s=0.1))
+    assert kv_requests.Patience().first_s <= 10
+    assert kv_requests.Patience().total_s >= 100
+    monkeypatch.setattr(
+        kv_requests, "PATIENCE", kv_requests.Patience(1e9, 0.01, 0.02, 5.0, first_s=0.1)
+    )
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(StoreFailed, match="check the network and AWS_ENDPOINT_URL"):
         open_store("s3://runs/a").read("b")
 
     # One that has answered before is waited for as long as ever.
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(0.5, 0.01, 0.02, 5.0, first_s=0.0))
-    monkeypatch.setattr(store_kv, "_reached", {endpoint})
+    monkeypatch.setattr(
+        kv_requests, "PATIENCE", kv_requests.Patience(0.5, 0.01, 0.02, 5.0, first_s=0.0)
+    )
+    monkeypatch.setattr(kv_requests, "_reached", {endpoint})
     with pytest.raises(StoreFailed) as caught:
         open_store("s3://runs/a").read("b")
     assert int(str(caught.value).split("(tried ")[1].split()[0]) > 5
 
 
 def test_cures_are_those_of_the_scheme() -> None:
-    for scheme, cures in store_kv._CURES.items():
+    for scheme, cures in kv_requests._CURES.items():
         other = {"s3": "GOOGLE", "gs": "AWS"}[scheme]
         assert {"PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "CURL"} == cures.keys()
         assert other not in " ".join(cures.values())
@@ -205,7 +210,7 @@ def test_cures_are_those_of_the_scheme() -> None:
 def test_an_answer_that_never_comes(
     store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_kv, "PATIENCE", store_kv.Patience(0.5, 0.01, 0.02, 0.2))
+    monkeypatch.setattr(kv_requests, "PATIENCE", kv_requests.Patience(0.5, 0.01, 0.02, 0.2))
     monkeypatch.setattr(s3, "delay_s", 1.0)
     with pytest.raises(StoreFailed, match="no answer"):
         store.read("a")
@@ -324,7 +329,7 @@ def test_a_cut_image(store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch)
         for _ in range(20):
             start, stop = sorted(rng.integers(0, 100_001, 2).tolist())
             assert reader.read(start, stop - start) == data[start:stop]
-    store._remove("d/image.bytes-4096-50000")
+    store.requests.remove("d/image.bytes-4096-50000")
     with pytest.raises(Damaged, match="wanted an object for its bytes from 4096 on"):
         store.open_image("d/image")
     store.delete("d/image")
@@ -333,7 +338,7 @@ def test_a_cut_image(store: KvStore, s3: Proxy, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_object_shorter_than_its_name_is_damage(store: KvStore) -> None:
     store.write_image("image", memoryview(bytes(5000)))
-    store._write("image.bytes-0-5000", bytes(4000))
+    store.requests.write("image.bytes-0-5000", bytes(4000))
     with store.open_image("image") as reader:
         assert reader.read(0, 4000) == bytes(4000)
         with pytest.raises(Damaged, match="shorter than its name"):
@@ -343,7 +348,7 @@ def test_an_object_shorter_than_its_name_is_damage(store: KvStore) -> None:
 def test_a_name_that_claims_more_than_memory_is_damage(store: KvStore) -> None:
     """Nothing is allocated for it."""
     store.write_image("image", memoryview(bytes(5000)))
-    store._write(f"image.bytes-5000-{10**15}", bytes(4000))
+    store.requests.write(f"image.bytes-5000-{10**15}", bytes(4000))
     with store.open_image("image") as reader:
         assert reader.size_bytes == 10**15
         assert reader.read(4000, 2000) == bytes(2000)
@@ -486,9 +491,9 @@ def test_removing_keeps_the_state_until_all_else_is_gone(monkeypatch: pytest.Mon
     keys = [f"{PLACE}/{name}" for name in ("a", "state/d/b", layout.MARKER)]
     store.put_many(dict.fromkeys(keys, b"x"))
     seen = []
-    good = KvStore._remove
+    good = Requests.remove
     monkeypatch.setattr(
-        KvStore, "_remove", lambda self, key: (seen.append(key), good(self, key))[1]
+        Requests, "remove", lambda self, key: (seen.append(key), good(self, key))[1]
     )
     publishing.of(store).remove(3, 40, 5)
     assert seen[-1] == keys[-1]
