@@ -146,6 +146,8 @@ class Saves:
         if self.arena is not None:
             return
         place = self._place
+        if place is not None and self._processes.count > 1:
+            place /= f"p{self._processes.index}"  # given alike to all, also to those on one host
         if place is None:
             place = default_directory(self._location, self._processes.index)
             for stale in remove_stale(place.parent, keep=place):

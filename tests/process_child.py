@@ -19,6 +19,7 @@ import process_kills
 import process_loops
 import process_scenes
 import process_troubles
+import process_writers
 from process_stage import Stage
 
 SCENES = {
@@ -26,6 +27,7 @@ SCENES = {
     **process_troubles.SCENES,
     **process_kills.SCENES,
     **process_loops.SCENES,
+    **process_writers.SCENES,
 }
 
 
