@@ -165,7 +165,7 @@ def until_killed(stage: Stage) -> dict[str, Any]:
 
 def _say(stage: Stage, what: dict[str, Any]) -> None:
     """All of it or nothing."""
-    new = told_by(stage).with_suffix(".new")
+    new = told_by(stage).with_name(f"{told_by(stage).name}.new")
     new.write_text(json.dumps(what))
     new.replace(told_by(stage))
 
