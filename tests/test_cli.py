@@ -14,6 +14,7 @@ from cli_runs import answer, ckpt_command, iterator, refusal, state, training
 import ckpt
 from ckpt import layout
 from ckpt.errors import Unsupported
+from ckpt.spike import GuardState, Spike
 from tools import commands, views
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,32 @@ def test_ls_shows_the_lineage(original):
 def test_ls_all_shows_abandoned_branches(original):
     abandoned = [(step, 1, 1, "abandoned") for step in (20, 25, 30)]
     assert rows(original, "--all") == sorted([*LINEAGE, *abandoned])
+
+
+def test_steps_that_a_spike_had_begun_before_are_suspect(run):
+    spike = Spike(33, 34, 9.0, 3.0)
+    guard = GuardState(history=(spike,)).to_json()
+    with training(run) as trainer:
+        last = trainer.resume()
+        assert last < 33
+        trainer.train(40)
+        trainer.rewind(25, skip_steps=range(32, 36), reason=str(spike), guard=guard)
+        (branch,) = {row["branch"] for row in rows_of(run, "--all") if row["step"] == 40}
+        trainer.train(35)
+    found = {(row["step"], row["branch"]): row for row in rows_of(run, "--all")}
+    told = {key: row["note"] for key, row in found.items() if row["state"] == "suspect"}
+    assert told == {(35, branch): str(spike), (40, branch): str(spike)}
+    assert found[30, branch]["state"] == "abandoned", "saved before the onset"
+    assert not [row for row in rows_of(run) if row["state"] == "suspect"], "they were left"
+    text = ckpt_command("ls", run, "--all").stdout
+    assert "suspect" in text
+    log = ckpt_command("log", run).stdout
+    assert f"reason: {spike}" in log
+    assert "leaves out examples data 1" in log
+
+
+def rows_of(run, *options):
+    return answer("ls", run, *options)["steps"]
 
 
 def test_ls_as_text_is_plain_when_piped(original):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt import attempts, layout
@@ -19,6 +19,7 @@ from ckpt.log import Log, joined, late_metrics
 from ckpt.log import read as read_log
 from ckpt.manifest import Manifest, read_manifest
 from ckpt.retention import Metrics
+from ckpt.spike import Spike, suspects
 from ckpt.store import Store
 from tools import foreign
 from tools.places import place_at, run_at
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ckpt.verification import Progress, Verification
 
 Json = Any
-State = Literal["committed", "abandoned", "unfinished", "damaged"]
+State = Literal["committed", "abandoned", "suspect", "unfinished", "damaged"]
 
 ENGINES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "grain", "array-record", "numpy")
 
@@ -58,8 +59,9 @@ class StepRow:
     attempt: int | None
     """0: written by Orbax. None: nobody knows, its marker cannot be read."""
     state: State
-    """abandoned: committed on a branch that was left. damaged: marker or manifest are; whether
-    the values are is for `verify` to say."""
+    """abandoned: committed on a branch that was left. suspect: committed when a loss spike had
+    begun already. damaged: marker or manifest are; whether the values are is for `verify` to say.
+    """
     pinned: bool = False
     time_ns: int | None = None
     size_bytes: int | None = None
@@ -84,7 +86,10 @@ class RunListing:
 def ls(location: str, *, every_branch: bool = False) -> RunListing:
     """The steps of a run: its lineage, with what is damaged or unfinished anywhere in it.
 
-    Reads markers, manifests and logs only.
+    Reads markers, manifests and logs only. Which steps are suspect follows from the decisions of
+    the attempts: that of a rewind by a guard holds the guard's state, with the onset of the spike.
+    The manifest of such a step cannot tell, since the spike was not seen yet when it was saved; and
+    a later manifest, which has the history of spikes, does not tell on which branch each one was.
 
     Args:
         every_branch: also steps of branches that were left, and steps being deleted or moved away.
@@ -97,12 +102,21 @@ def ls(location: str, *, every_branch: bool = False) -> RunListing:
     line = listing.lineage
     pins = {layout.parse_pin_name(entry.name) for entry in store.list(layout.PINS)}
     late = late_metrics(store, listing)
+    spikes = _spikes(listing)
     rows: list[StepRow] = []
     for step in listing.steps:
-        state: State = "committed" if counts(line, step) else "abandoned"
-        if state == "committed" or every_branch:
-            pinned = (step.branch, step.step) in pins
-            rows += _step_row(store, step, state, late.get(step), pinned=pinned)
+        is_counting = counts(line, step)
+        if not (is_counting or every_branch):
+            continue
+        state: State = "committed" if is_counting else "abandoned"
+        note = ""
+        if step in spikes:
+            state, note = "suspect", str(spikes[step])
+        pinned = (step.branch, step.step) in pins
+        rows += (
+            replace(row, note=row.note or note)
+            for row in _step_row(store, step, state, late.get(step), pinned=pinned)
+        )
     for name, reason in listing.damaged:
         branch, number = _parse_name(name)
         pinned = (branch, number) in pins
@@ -118,6 +132,14 @@ def ls(location: str, *, every_branch: bool = False) -> RunListing:
     if head is None:
         return RunListing(store.location, None, None, tuple(rows))
     return RunListing(store.location, head.attempt, head.branch, tuple(rows))
+
+
+def _spikes(listing: Listing) -> Mapping[StepId, Spike]:
+    """The spike that each suspect step was saved after the onset of."""
+    try:
+        return suspects(listing.decisions, listing.steps)
+    except Damaged:  # the guard's state is of a later release: the rest can be told all the same
+        return {}
 
 
 def _step_row(

@@ -29,6 +29,7 @@ View = Iterator[RenderableType]
 _STYLES = {
     "committed": "",
     "abandoned": "dim",
+    "suspect": "magenta",
     "unfinished": "yellow",
     "damaged": "bold red",
 }
