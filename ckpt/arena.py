@@ -24,11 +24,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import Misuse, StoreFailed
+from ckpt.lending import Loan, Loans
 from ckpt.owning import StaleArena, make_room, own, remove_files
 from ckpt.slot_files import (
     NoRoom,
@@ -121,6 +122,8 @@ class Arena:
         self._order: list[int] = []  # slots by their last claim, oldest first
         self._maps: dict[int, mmap.mmap] = {}
         self._warm: set[int] = set()  # prefaulted, as long as they are mapped
+        self._loans = Loans()
+        self._settling = False  # a newer snapshot is there: what is still lent is copied
         self._closed = False
         self._ended = False
         self._preparing: threading.Thread | None = None
@@ -168,6 +171,7 @@ class Arena:
                     self._order.remove(number)
                     self._order.append(number)
                     self._filling.add(number)
+                    self._settling = True
                 self.prepare(nbytes)
             except BaseException:
                 self._take_back(number)
@@ -180,10 +184,21 @@ class Arena:
         with self._free:
             return len(self._next())
 
+    def loan(self, number: int, locked: int, nbytes: int) -> Loan | None:
+        """Lend the image in a slot, open under a shared lock, to arrays of this process.
+
+        None where that cannot be. The slot is not claimed before its pages are back, or copied.
+        """
+        with self._free:
+            if self._closed:
+                return None
+            self._settling = False
+            return self._loans.make(number, locked, nbytes)
+
     def _take(self, end: float | None, timeout_s: float | None) -> int:
         """Hold the slot that is next in turn and that nobody reads."""
-        with self._free:
-            while True:
+        while True:
+            with self._free:
                 self._must_be_open()
                 free = self._next()
                 for number in free:
@@ -197,16 +212,24 @@ class Arena:
                     # A slot that is only being warmed is about to come: to wait is no time-out.
                     self._free.wait()
                     continue
-                left_s = None if end is None else end - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    raise NoFreeSlot(
-                        f"{self.directory}: none of {counted(self.slots, 'slot')} came free "
-                        f"within {timeout_s} s: "
-                        "earlier snapshots are still being written; give more slots, or save less "
-                        "often"
-                    )
-                # Nobody tells that another process has read a slot to the end.
-                self._free.wait(min(_POLL_S, left_s or _POLL_S) if free else left_s)
+                lent = self._loans.of(free)
+                if not lent:
+                    self._wait_for_one(free, end, timeout_s)
+            for loan in lent:
+                loan.settle(self._must_be_open)
+
+    def _wait_for_one(
+        self, free: Sequence[int], end: float | None, timeout_s: float | None
+    ) -> None:
+        left_s = None if end is None else end - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise NoFreeSlot(
+                f"{self.directory}: none of {counted(self.slots, 'slot')} came free within "
+                f"{timeout_s} s: earlier snapshots are still being written; give more slots, or "
+                "save less often"
+            )
+        # Nobody tells that another process has read a slot to the end.
+        self._free.wait(min(_POLL_S, left_s or _POLL_S) if free else left_s)
 
     def _found_room(self, needed_bytes: int, number: int) -> bool:
         """Free what is not needed: arenas of dead runs, slots of ours. Whether that may help."""
@@ -253,13 +276,15 @@ class Arena:
         return True
 
     def prepare(self, nbytes: int) -> None:
-        """Grow and prefault the free slots in the background: a claim of `nbytes` finds them warm.
+        """Grow and prefault the free slots in the background: a claim of `nbytes` finds them warm,
+        and what is still lent of them copied.
 
         Where there is no room nothing is said; the claim that needs it will.
         """
         with self._free:
             self._must_be_open()
-            if self._preparing is None and any(self._is_cold(k, nbytes) for k in self._next()):
+            cold = any(self._is_cold(k, nbytes) for k in self._next())
+            if self._preparing is None and (cold or self._due()):
                 self._preparing = threading.Thread(
                     target=self._prepare, args=(nbytes,), name="ckpt-prefault"
                 )
@@ -270,26 +295,35 @@ class Arena:
 
     def _prepare(self, nbytes: int) -> None:
         try:
-            while True:
-                with self._free:
-                    cold = [k for k in self._next() if self._is_cold(k, nbytes)]
-                    if self._closed or not cold:
-                        break
-                    self._warming = cold[0]
-                try:
-                    self._mapped(cold[0], nbytes)
-                except (StoreFailed, Misuse):
-                    break
-                finally:
-                    with self._free:
-                        self._warming = None
-                        self._free.notify_all()
+            self._warm_up(nbytes)
+            for loan in self._due():
+                loan.settle(self._must_be_open)
+        except (StoreFailed, Misuse):
+            pass
         finally:
             with self._free:
                 self._preparing = None
                 remove = self._remove_at_end
             if remove is not None:
                 self._end(remove=remove)
+
+    def _warm_up(self, nbytes: int) -> None:
+        while True:
+            with self._free:
+                cold = [k for k in self._next() if self._is_cold(k, nbytes)]
+                if self._closed or not cold:
+                    return
+                self._warming = cold[0]
+            try:
+                self._mapped(cold[0], nbytes)
+            finally:
+                with self._free:
+                    self._warming = None
+                    self._free.notify_all()
+
+    def _due(self) -> list[Loan]:
+        """Loans that are not over when a newer snapshot comes: nobody donates these arrays."""
+        return self._loans.of() if self._settling else []
 
     def _is_cold(self, number: int, nbytes: int) -> bool:
         mapping = self._maps.get(number)
@@ -354,8 +388,18 @@ class Arena:
         try:
             if remove:
                 remove_files(self.directory, self._directory_fd)
+            else:
+                self._give_back_lent()
         finally:
             self._let_go()
+
+    def _give_back_lent(self) -> None:
+        """The next owner need not wait until this process has dropped its arrays."""
+        try:
+            for loan in self._loans.of():
+                loan.settle(lambda: None)
+        except StoreFailed as error:
+            _log.warning("%s: it stays read until this process ends: %s", self.directory, error)
 
     def _let_go(self) -> None:
         if not self._ended:
@@ -429,6 +473,7 @@ def _forget_in_child() -> None:
         arena._closed = True
         arena._free = threading.Condition()  # a thread that is not here may have held the old one
         arena._preparing = arena._warming = None
+        arena._loans.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,6 +172,7 @@ class _Catalog:
 
     def __init__(self, images: Images) -> None:
         self.headers = [header for header, _ in images]
+        self._files = [file for _, file in images]
         self._order: list[np.ndarray] = []
         self._first: list[list[int]] = []
         self._places: dict[str, list[tuple[int, int]]] = {}
@@ -224,6 +225,13 @@ class _Catalog:
             found = self._forms[key] = _form(spec, request)
         return found
 
+    def lent(self, image: int, row: int, nbytes: int) -> np.ndarray | None:
+        """u8[nbytes]: the chunk where it lies, if its image lends it."""
+        columns = self.headers[image].columns
+        if columns.frames is not None:
+            return None
+        return self._files[image].lend(int(columns.offset[row]), nbytes)
+
     def _at(self, request: Request) -> list[tuple[int, int]]:
         if request.param not in self._places:
             where = ", ".join(header.where for header in self.headers[:4]) or "no image"
@@ -272,17 +280,33 @@ class _Leaf:
     def chunks(self) -> list[Chunk]:
         """Allocate the buffers; all cells are known to exist, so this is no more than is stored."""
         if self._form.whole_chunk:
-            raw = self._catalog.room.take(self.nbytes)
-            self._buffers.append(raw.view(self.dtype).reshape(self.spec.shape))
             ((image, row),) = self._found.values()
+            lent = self._catalog.lent(image, row, self.nbytes)
+            raw = self._catalog.room.take(self.nbytes) if lent is None else lent
+            self._buffers.append(raw.view(self.dtype).reshape(self.spec.shape))
             offset = int(self._catalog.headers[image].columns.offset[row])
-            form = (self.spec.chunk_shape, self.dtype)
+            form = (self.spec.chunk_shape, self.dtype, lent is not None)
             return [Chunk(image, row, self.name, offset, self.nbytes, raw, (), *form)]
-        for shape in self._form.shapes:
-            self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
         find_uses = _remembered_uses if len(self._found) <= _FEW_CHUNKS else _uses
         uses = find_uses(self.spec.chunk_shape, self.boxes)
-        return [self._chunk(cell, parts) for cell, parts in uses.items()]
+        lent_boxes = self._lent(uses)
+        for number, shape in enumerate(self._form.shapes):
+            if number in lent_boxes:
+                self._buffers.append(lent_boxes[number].view(self.dtype).reshape(shape))
+            else:
+                self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
+        return [self._chunk(cell, parts, lent_boxes) for cell, parts in uses.items()]
+
+    def _lent(self, uses: _Uses) -> dict[int, np.ndarray]:
+        """By number, the boxes that are a chunk each and lie where they are."""
+        found = {}
+        for cell, parts in uses.items():
+            for use in parts:
+                if use.in_place and self._form.shapes[use.box] == self.spec.chunk_shape:
+                    lent = self._catalog.lent(*self._found[cell], self.spec.chunk_bytes)
+                    if lent is not None:
+                        found[use.box] = lent
+        return found
 
     @property
     def chunk_bytes(self) -> int:
@@ -343,10 +367,11 @@ class _Leaf:
                 held.setdefault(tuple(cell), (image, row))
         return held
 
-    def _chunk(self, cell: tuple[int, ...], uses: Sequence[_Use]) -> Chunk:
+    def _chunk(self, cell: tuple[int, ...], uses: Sequence[_Use], lent: Container[int]) -> Chunk:
         image, row = self._found[cell]
         columns = self._catalog.headers[image].columns
         direct, copies = None, []
+        uses = sorted(uses, key=lambda use: use.box not in lent)
         for use in uses:
             target = self._buffers[use.box][use.target]
             if use.in_place and direct is None:
@@ -363,6 +388,7 @@ class _Leaf:
             copies=tuple(copies),
             shape=self.spec.chunk_shape,
             dtype=self.dtype,
+            lent=uses[0].box in lent,
         )
 
 

@@ -4,6 +4,7 @@
 
     Chunk  ->  Read                          ->  verified, and in its buffers
                large, one range of a buffer:     straight there
+               lent by the image:                is there
                small, neighbours together:       through a scratch buffer within the budget
                large, scattered:                 likewise, alone
                of a compressed image:            frames, through a scratch buffer; out of it
@@ -50,13 +51,16 @@ class ImageFile(Protocol):
     """An open image: `read_into` fills each buffer from its offset, in parallel where it helps.
 
     It raises `Damaged` when the file ends too early, `NotFound` when it is not there any more, and
-    `StoreFailed` when the store failed.
+    `StoreFailed` when the store failed. `lend` gives bytes where they lie, or None.
     """
 
     name: str
     size_bytes: int
 
     def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None: ...
+
+    def lend(self, offset: int, nbytes: int) -> np.ndarray | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,8 @@ class Copy:
 class Chunk(NamedTuple):  # there is one per leaf at least, and a tuple is made faster
     """A chunk to be read: row `row` of the table of image number `image`, for leaf `leaf`.
 
-    With `direct`, a contiguous u8 range of a target, its bytes belong there; `copies` are made from
-    them otherwise, or besides.
+    With `direct`, a contiguous u8 range of a target, its bytes belong there, or are there if that
+    was `lent` by the image; `copies` are made from them otherwise, or besides.
     """
 
     image: int
@@ -83,6 +87,7 @@ class Chunk(NamedTuple):  # there is one per leaf at least, and a tuple is made 
     copies: tuple[Copy, ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    lent: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +252,8 @@ class Fetch:
         ranges = []
         for i, chunk in enumerate(read.chunks):
             assert chunk.direct is not None
-            ranges.append((chunk.offset, chunk.direct.data))
+            if not chunk.lent:
+                ranges.append((chunk.offset, chunk.direct.data))
             behind = crcs[CRC_BYTES * i : CRC_BYTES * (i + 1)]
             ranges.append((chunk.offset + chunk.nbytes, behind))
         if not self._fill(read, ranges):
@@ -292,8 +298,8 @@ class Fetch:
 def plan_reads(chunks: Sequence[Chunk], run_bytes: int) -> list[_Read]:
     """What is read together, in the order of the files; pure."""
     in_order = sorted(chunks, key=lambda chunk: (chunk.image, chunk.offset))
-    small = [chunk for chunk in in_order if chunk.nbytes < SMALL_BYTES]
-    large = [chunk for chunk in in_order if chunk.nbytes >= SMALL_BYTES]
+    large = [chunk for chunk in in_order if chunk.nbytes >= SMALL_BYTES or chunk.lent]
+    small = [chunk for chunk in in_order if not (chunk.nbytes >= SMALL_BYTES or chunk.lent)]
     straight = [chunk for chunk in large if chunk.direct is not None]
     reads = [_run_of([chunk]) for chunk in large if chunk.direct is None]
     reads += map(_run_of, _grouped(small, lambda run, c: _stretches(run, c, run_bytes)))

@@ -10,16 +10,19 @@ import fcntl
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Never, final
+
+import numpy as np
 
 from ckpt import commit, disk, layout
 from ckpt.arena import Arena
 from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, StoreFailed
 from ckpt.image import Header
+from ckpt.lending import Loan
 from ckpt.lineage import Decision, Lineage, StepId, counts
 from ckpt.local import LocalImages
 from ckpt.open_images import FileImage, ImageReader
+from ckpt.slot_files import StoredImage
 from ckpt.slots import step_of
 from ckpt.store import Entry, Store
 
@@ -110,8 +113,8 @@ def host_images(arena: Arena | None, locals_: Mapping[str, LocalImages]) -> Host
         except Damaged:
             continue  # an image, but none of a step
 
-        def opened(path: Path = stored.path, header: Header = stored.header) -> ImageReader:
-            return SlotImage(path, header)
+        def opened(stored: StoredImage = stored, arena: Arena | None = arena) -> ImageReader:
+            return SlotImage(stored, arena)
 
         images.append(HostImage(step, MEMORY, stored.header, stored.slot, opened))
     for tier, local in locals_.items():
@@ -138,15 +141,19 @@ def host_images(arena: Arena | None, locals_: Mapping[str, LocalImages]) -> Host
 
 @final
 class SlotImage(ImageReader):
-    """An image in a slot, which is not filled anew while it is open.
+    """An image in a slot, which is not filled anew while it is open, or while pages of it are lent:
+    the `lender` is the arena of this process that sees to it.
 
     Raises:
         Damaged: it is being filled, or was replaced. NotFound, StoreFailed.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, stored: StoredImage, lender: Arena | None = None) -> None:
+        path = stored.path
         self.name = str(path)
-        self.size_bytes = header.size_bytes
+        self.size_bytes = stored.header.size_bytes
+        self._number, self._lender = stored.slot, lender
+        self._loan: Loan | None = None
         with disk.translated(path):
             self._lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -162,8 +169,16 @@ class SlotImage(ImageReader):
     def read_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self._image.read_into(ranges)
 
+    def lend(self, offset: int, nbytes: int) -> np.ndarray | None:
+        if self._lender is not None:
+            self._loan = self._lender.loan(self._number, self._lock, self.size_bytes)
+            self._lender = None
+        return None if self._loan is None else self._loan.lend(offset, nbytes)
+
     def close(self) -> None:
         self._image.close()
+        if self._loan is not None:
+            self._loan.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

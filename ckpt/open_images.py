@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+import numpy as np
+
 from ckpt import disk, threads
 from ckpt.errors import Damaged
 from ckpt.grid import PAGE_BYTES
@@ -29,6 +31,13 @@ class ImageReader(abc.ABC):
             Damaged: the image ends before a range does.
             StoreFailed: the store failed.
         """
+
+    def lend(self, offset: int, nbytes: int) -> np.ndarray | None:
+        """u8[nbytes], writable: these bytes where they lie, for as long as somebody has them.
+
+        None where they have to be read, which is everywhere but in memory.
+        """
+        return None
 
     def read(self, offset: int, length: int) -> bytes:
         """The bytes of one range."""

@@ -13,12 +13,13 @@ from jax.sharding import Sharding
 
 from ckpt import image
 from ckpt.errors import Damaged
+from ckpt.fetch import ImageFile
 from ckpt.placement import boxes, whole
 from ckpt.specs import ArraySpec, ShardSpec
 
 
 @dataclass
-class Bytes:
+class Bytes(ImageFile):
     """An image in memory that counts what is asked of it."""
 
     name: str

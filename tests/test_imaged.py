@@ -18,6 +18,7 @@ from ckpt.image import Header
 from ckpt.imaged import HostImage, Imaged, SlotImage, host_images
 from ckpt.lineage import StepId
 from ckpt.reader import Template, load
+from ckpt.slot_files import StoredImage
 from ckpt.steps import open_step
 from ckpt.verification import check_step, verify_step
 
@@ -141,7 +142,7 @@ def test_a_slot_is_not_filled_while_it_is_read(host: Host) -> None:
         with pytest.raises(Damaged, match="a newer snapshot is being copied"):
             image.open()
     with pytest.raises(NotFound):
-        SlotImage(path.with_name("slot-999"), image.header)
+        SlotImage(StoredImage(999, path.with_name("slot-999"), image.header))
 
 
 def test_images_that_make_no_step_are_damaged(host: Host) -> None:

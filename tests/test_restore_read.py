@@ -29,7 +29,7 @@ DTYPES = ["float32", "bfloat16", "int4", "bool", "complex64", "uint8"]
 
 
 @dataclass
-class OnDisk:
+class OnDisk(fetch.ImageFile):
     """An image in a file, opened for each read."""
 
     path: pathlib.Path
@@ -340,7 +340,7 @@ def test_a_deleted_image_is_damage(number: int, tmp_path: pathlib.Path) -> None:
     files = on_disk(images, tmp_path)
 
     @dataclass
-    class Gone:
+    class Gone(fetch.ImageFile):
         name: str
         size_bytes: int
 
