@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,6 +47,26 @@ def _finalise(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
     return z ^ (z >> 31)
+
+
+class Order(Protocol):
+    """A bijection of [0, n): what a plan needs to know of a shuffle.
+
+    Both directions take integers of any shape and return fresh int64 of that shape.
+    """
+
+    @property
+    def n(self) -> int:
+        """Size of the domain."""
+        ...
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Record ids at `positions` of the epoch."""
+        ...
+
+    def inverse(self, records: ArrayLike) -> NDArray[np.int64]:
+        """Positions of `records` in the epoch."""
+        ...
 
 
 @dataclass(frozen=True)
