@@ -172,6 +172,8 @@ class Keeper:
         self._home, self._places, self._tell = home, dict(places), tell
         self._writes = index == 0
         self._locks = {tier: threading.Lock() for tier in places}
+        self._beginning = threading.Lock()
+        """Held while it is told that the attempt, which must be the one of then, is superseded."""
         self._begun: _Begun | None = None
         self._over: _Begun | None = None
         """The attempt that is known to be superseded."""
@@ -192,7 +194,8 @@ class Keeper:
     def begin(self, owner: int, line: Lineage) -> None:
         """From now on the run is that of this attempt."""
         self._late.forget()
-        self._begun = _Begun(owner, line)
+        with self._beginning:
+            self._begun = _Begun(owner, line)
 
     def saved(self, tier: str, step: StepId, figures: Mapping[str, Json]) -> None:
         """A step reached a tier: into the log, then retention of that tier. Only queues both."""
@@ -280,9 +283,10 @@ class Keeper:
                 if failure is not None:
                     raise failure
             except Superseded as error:
-                if begun is self._begun:
-                    self._over = begun
-                    self._tell(Failed(None, "", error))
+                with self._beginning:
+                    if begun is self._begun:
+                        self._over = begun
+                        self._tell(Failed(None, "", error))
             except CheckpointError as error:
                 # What was to go stays until the next save.
                 self._say(logging.WARNING, f"retention of {tier}: {error}")

@@ -104,7 +104,8 @@ class Writer:
         self._begin: Begin | None = None
         self._abandoned: dict[StepId, Abandon] = {}
         self._settles = 0
-        self._superseded: BaseException | None = None
+        self._superseded: tuple[int, BaseException] | None = None
+        """The newest attempt that is known not to own the run any more, and what told so."""
         self._lock = threading.Lock()
         self._active: list[Course] = []
         self._reached: dict[str, list[StepId]] = {name: [] for name in setup.tiers}
@@ -242,12 +243,13 @@ class Writer:
     # --- jobs -------------------------------------------------------------------------------
 
     def _start_attempt(self, begin: Begin) -> None:
+        # First: until this returns, what the keeper tells is told of the attempt before.
+        if self._keeper is not None:
+            self._keeper.begin(begin.owner, begin.line)
         self._begin = begin
         self._abandoned.clear()
         for name, steps in self._reached.items():
             self._reached[name] = [step for step in steps if counts(begin.line, step)]
-        if self._keeper is not None:
-            self._keeper.begin(begin.owner, begin.line)
 
     def _accept(self, job: Job, *, flushed: bool = False) -> None:
         begin = self._begin
@@ -273,8 +275,8 @@ class Writer:
         with self._lock:
             self._active.append(course)
             superseded = self._superseded
-        if superseded is not None:
-            course.supersede(superseded)
+        if superseded is not None and course.owner <= superseded[0]:
+            course.supersede(superseded[1])
         if job.id in self._abandoned:
             course.abandon(self._abandoned[job.id].error)
         for name in job.tiers:
@@ -346,9 +348,12 @@ class Writer:
         # Before it ends: nobody may think that all is settled while this is to be noted.
         if course.is_open(tier) and self._keeper is not None and self._keeps(tier):
             self._guarded(lambda keeper: keeper.saved(tier, course.id, figures))
+        begin = self._begin
         with self._lock:
-            newer = [step for step in self._reached[tier] if step > course.id]
-            self._reached[tier] = newer or [course.id]
+            # A call that has hung may end in an attempt that went back behind its step.
+            if begin is not None and counts(begin.line, course.id):
+                newer = [step for step in self._reached[tier] if step > course.id]
+                self._reached[tier] = newer or [course.id]
         if course.end(tier, landed=True):
             self._report(Done(course.id, tier, figures))
             self._forget(course)
@@ -356,7 +361,7 @@ class Writer:
     def failed(self, course: Course, tier: str, error: BaseException) -> None:
         """A tier will not have a job."""
         if isinstance(error, Superseded):
-            self._supersede(error)
+            self._supersede(course.owner, error)
         if course.end(tier, landed=False):
             self._report(Failed(course.id, tier, error))
             self._forget(course)
@@ -405,16 +410,21 @@ class Writer:
         with self._lock:
             return list(self._active)
 
-    def _supersede(self, error: BaseException) -> None:
+    def _supersede(self, owner: int, error: BaseException) -> None:
+        """An attempt does not own the run any more; one that began here since then may."""
         with self._lock:
-            self._superseded = self._superseded or error
+            if self._superseded is None or self._superseded[0] < owner:
+                self._superseded = owner, error
             active = list(self._active)
         for course in active:
-            course.supersede(error)
+            if course.owner <= owner:
+                course.supersede(error)
 
     def _report(self, report: Report) -> None:
         if isinstance(report, Failed) and isinstance(report.error, Superseded):
-            self._supersede(report.error)
+            begin = self._begin
+            if report.id is None and begin is not None:  # of a job: `failed` has done it
+                self._supersede(begin.owner, report.error)
         with self._reporting:
             if not self._is_over:
                 try:

@@ -12,7 +12,9 @@ from writer_runs import (
     Play,
     Start,
     Weather,
+    begin_run,
     check_values,
+    eventually,
     quick,
     start,
 )
@@ -23,8 +25,11 @@ from ckpt.errors import (
     Damaged,
     Misuse,
     StoreFailed,
+    Superseded,
 )
 from ckpt.messages import (
+    Begin,
+    Failed,
     Released,
 )
 from ckpt.retention import Keep
@@ -247,6 +252,33 @@ def test_a_slot_is_not_given_back_while_a_stuck_call_reads_it(start: Start, tmp_
     store.calm.set()
     play.wait(lambda: play.released(1))
     play.close()
+
+
+@pytest.mark.parametrize("woken", ["before it begins", "afterwards"])
+def test_a_call_that_wakes_in_the_next_attempt_harms_none_of_its_saves(
+    woken: str, start: Start, tmp_path: Path
+) -> None:
+    """It meets a newer attempt: the one that has begun here meanwhile."""
+    store = Weather(tmp_path / "shared")
+    play = start(stores={"shared": store}, patience_s=0.3)
+    store.stops = lambda name, key: name == "put" and "/part-" in key
+    store.calm.clear()
+    play.save(1)
+    assert "has not answered" in str(play.error(1, "shared"))
+    play.owner, play.line = begin_run(play.home, "rewind")
+    if woken == "afterwards":
+        play.writer.tell(Begin(play.owner, play.line))
+        play.save(2)
+    store.calm.set()
+    eventually(lambda: play.writer._lanes["shared"].is_idle)
+    if woken == "before it begins":
+        play.writer.tell(Begin(play.owner, play.line))
+        play.save(2)
+    play.ended(2, "shared")
+    play.save(3)
+    play.done(3, "shared")
+    play.close()
+    assert not [each for each in play.of(Failed) if isinstance(each.error, Superseded)]
 
 
 def test_close_does_not_wait_for_what_hangs(start: Start, tmp_path: Path) -> None:
