@@ -40,6 +40,8 @@ class Acks:
     Args:
         shared: names of the Shared tiers.
         reached: told when a tier has a step.
+        missed: told when a tier will not have a step, why, and whether a Pending tells of it: there
+            is none of a flush.
         given_up: told, on process 0, that another process will never do its share of a step.
         timeout_s: how long the others may take after this process, beside what `extra_s` says of
             the tier.
@@ -50,6 +52,7 @@ class Acks:
         processes: Processes,
         shared: Collection[str],
         reached: Callable[[StepId, str], None],
+        missed: Callable[[StepId, str, BaseException, bool], None],
         given_up: Callable[[StepId, CheckpointError], None],
         *,
         timeout_s: float,
@@ -57,7 +60,7 @@ class Acks:
     ) -> None:
         self._processes = processes
         self._shared = shared
-        self._reached, self._given_up = reached, given_up
+        self._reached, self._missed, self._given_up = reached, missed, given_up
         self._timeout_s, self._extra_s = timeout_s, extra_s
         self._lock = threading.Condition()
         self._pendings: dict[StepId, Pending] = {}
@@ -109,10 +112,14 @@ class Acks:
     def _finish(self, step: StepId, tier: str, error: BaseException | None) -> None:
         with self._lock:
             pending = self._pendings.get(step)
-            if pending is None:
-                return
+        is_told = pending is not None and tier in pending.tiers
+        if error is not None:  # before somebody who waits goes on
+            self._missed(step, tier, error, is_told)
+        if pending is None:
+            return
+        with self._lock:
             pending.finish(tier, error)
-            if pending.ended():
+            if pending.ended() and self._pendings.get(step) is pending:
                 del self._pendings[step]
                 self._watched.discard(step)
 

@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
@@ -26,7 +27,7 @@ from typing import Any, Literal, Protocol, final
 from ckpt import flush, log, signals, snapshot
 from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
-from ckpt.errors import CheckpointError, PeerFailed, StoreFailed
+from ckpt.errors import CheckpointError, PeerFailed, StoreFailed, Superseded
 from ckpt.imaged import MEMORY, Hosted, HostImage, host_images
 from ckpt.in_memory import InMemory
 from ckpt.lineage import StepId, counting
@@ -54,7 +55,7 @@ from ckpt.owning import default_directory, remove_stale
 from ckpt.pending import Background, Pending
 from ckpt.processes import Processes
 from ckpt.start import Started
-from ckpt.status import Status, TierStatus
+from ckpt.status import Progress, Status
 from ckpt.store import Store
 from ckpt.tiers import Tiers, patience_of
 from ckpt.tree import Flat
@@ -118,11 +119,8 @@ class Saves:
         self._writing: dict[StepId, Slot] = {}
         self._refused: set[StepId] = set()
         """Steps that cannot be, whatever the stores do: their images are none of a step."""
-        self._failed: int | None = None
-        """The newest step that a store, or another process, has failed."""
         self._in_memory = InMemory(tiers.kept_in_memory)
-        self._state = {name: TierStatus() for name in tiers}
-        """Newest step and troubles; what is under way is counted when somebody asks."""
+        self._progress = Progress(tiers)
         self._writer_pid: int | None = None
         self._starts = 0
         self.skipped = 0
@@ -134,6 +132,7 @@ class Saves:
             processes,
             tuple(tiers.shared),
             self._reached,
+            self._missed,
             self._given_up,
             timeout_s=timeout_s,
             extra_s=lambda name: 0.0 if name == MEMORY else patience_of(tiers.durable[name]),
@@ -179,10 +178,18 @@ class Saves:
         if self._processes.count > 1 and self._processes.index == 0:
             flush.clear(self._stores["shared"], started.number)
         assert self.arena is not None
-        for id in self._in_memory.begin(started.line, started.images, self.arena):
-            self._has_reached(id, MEMORY)
+        self._in_memory.begin(started.line, started.images, self.arena)
+        newest = {name: self._newest(started, name) for name in self._tiers}
+        self._progress.begin(started.line, newest)
         if self._processes.count == 1 and started.images:
             self._catch_up(started)
+
+    def _newest(self, started: Started, tier: str) -> StepId | None:
+        """The newest step of a tier that an attempt may go on from."""
+        steps = started.shared.get(tier)
+        if steps is None:
+            steps = [image.id for image in started.images if image.tier == tier]
+        return max(counting(started.line, steps), default=None)
 
     def _start_writer(self) -> Backend:
         assert self.arena is not None
@@ -231,12 +238,7 @@ class Saves:
         assert self.arena is not None
         parent = started.restored.report.source
         names = [MEMORY, *self._tiers.durable]
-        there: dict[str, int] = {}
-        for name in self._tiers.durable:
-            steps = started.shared.get(name)
-            if steps is None:
-                steps = [each.id for each in self.locals[name].list()]
-            there[name] = max((s.step for s in counting(started.line, steps)), default=-1)
+        there = {name: self._progress.newest(name) for name in self._tiers.durable}
         images: dict[StepId, HostImage] = {}
         for image in started.images:  # the nearest of each step
             images.setdefault(image.id, image)
@@ -244,7 +246,8 @@ class Saves:
             due = [
                 name
                 for name, newest in there.items()
-                if newest < id.step
+                if (newest is None or newest < id)
+                and name not in started.silent
                 and names.index(name) > names.index(image.tier)
                 and (id == parent or id.step % self._tiers.durable[name].every == 0)
             ]
@@ -331,16 +334,12 @@ class Saves:
             raise superseded
         text = (
             f"{self._location}: no slot has come free for {waited_s:.0f} s, since earlier "
-            f"snapshots are not written yet: {self._troubles() or 'the stores are slow'}; "
+            f"snapshots are not written yet: {self._progress.troubles() or 'the stores are slow'}; "
             "a Local tier takes over from the slots, and busy='skip' leaves saves out"
         )
         if waited_s > self._timeout_s + max(map(patience_of, self._tiers.durable.values())):
             raise StoreFailed(text) from error
         _log.warning("%s", text)
-
-    def _troubles(self) -> str:
-        with self._lock:
-            return "; ".join(f"{n}: {s.error}" for n, s in self._state.items() if not s.works)
 
     def _hand_over(
         self,
@@ -393,7 +392,7 @@ class Saves:
                 if not isinstance(report.error, StoreFailed):
                     self._refused.add(id)
                 if isinstance(report.error, StoreFailed | PeerFailed):
-                    self._failed = max(id.step, self._failed or 0)
+                    self._progress.failed(id)
                 self._acks.failed(id, report.tier, report.error)
             case Trouble():
                 self._note_trouble(report)
@@ -403,11 +402,7 @@ class Saves:
                 self._settled.set()
 
     def _note_trouble(self, report: Trouble) -> None:
-        with self._lock:
-            since = report.since_ns if report.text else None
-            self._state[report.tier] = dataclasses.replace(
-                self._state[report.tier], failing_since_ns=since, error=report.text
-            )
+        self._progress.trouble(report)
         if report.text:
             _log.warning(
                 "%s: tier %s fails, and is tried again: %s",
@@ -420,13 +415,15 @@ class Saves:
 
     def _reached(self, id: StepId, tier: str) -> None:
         """All processes have a step there."""
-        self._has_reached(id, tier)
+        self._progress.reached(id, tier)
         if tier == MEMORY:
             self._in_memory.reached(id)
 
-    def _has_reached(self, id: StepId, tier: str) -> None:
-        with self._lock:
-            self._state[tier] = dataclasses.replace(self._state[tier], newest=id.step)
+    def _missed(self, id: StepId, tier: str, error: BaseException, is_told: bool) -> None:
+        """A tier will not have a step."""
+        news = not isinstance(error, Superseded) or self._background.superseded() is None
+        if not is_told and news:
+            self._background.unheard.append(error)
 
     def _given_up(self, id: StepId, error: CheckpointError) -> None:
         if self._backend is not None:
@@ -436,18 +433,16 @@ class Saves:
 
     def status(self, attempt: int | None) -> Status:
         """How all tiers are doing."""
-        with self._lock:
-            state = dict(self._state)
-        for name, each in state.items():
-            under_way = sum(
-                name in pending.tiers and not pending.has_ended(name)
-                for pending in list(self._background.pendings)
-            )
-            state[name] = dataclasses.replace(each, under_way=under_way)
+        under_way = Counter(
+            tier
+            for pending in list(self._background.pendings)
+            for tier in pending.tiers
+            if not pending.has_ended(tier)
+        )
         arena = self.arena
         return Status(
             attempt,
-            state,
+            self._progress.tiers(under_way),
             self._kind,
             self._writer_pid if self._kind == "process" else None,
             max(0, self._starts - 1),
@@ -483,11 +478,7 @@ class Saves:
         """Whether the next start on this host could go on from what is only in memory."""
         if self._background.superseded() is not None:
             return False  # the run went on elsewhere, from before that
-        with self._lock:
-            in_memory = self._state[MEMORY].newest if MEMORY in self._state else None
-            durable = [s.newest for n, s in self._state.items() if n != MEMORY and s.newest]
-            copied = [step for step in (in_memory, self._failed) if step is not None]
-        behind = max(copied, default=-1) > max(durable, default=-1)
+        behind = self._progress.is_behind(MEMORY)
         if behind and self.arena is not None:
             _log.warning(
                 "%s: not everything is durable; the snapshots stay in %s for the next start here",

@@ -91,6 +91,8 @@ class Started:
     """Those of this host that count from now on: none is newer than the parent."""
     shared: Mapping[str, Collection[StepId]] = field(default_factory=dict)
     """The committed steps of each Shared tier when it began, by its name."""
+    silent: Collection[str] = ()
+    """Local tiers of this host that did not answer: what they have is not known."""
 
     @property
     def number(self) -> int:
@@ -189,6 +191,7 @@ class Start:
                 HOME: listing.steps,
                 **{name: there for name, (_, there) in sources.others.items()},
             },
+            tuple(sources.hosted.silent),
         )
 
     def _look(self) -> Sources:

@@ -26,12 +26,14 @@ class Side:
 
     def __init__(self, processes: Processes, timeout_s: float = 30.0) -> None:
         self.reached: list[tuple[int, str]] = []
+        self.missed: list[tuple[int, str, bool]] = []
         self.given_up: list[tuple[int, CheckpointError]] = []
         self.processes = processes
         self.acks = Acks(
             processes,
             ("shared",),
             lambda step, tier: self.reached.append((step.step, tier)),
+            lambda step, tier, error, is_told: self.missed.append((step.step, tier, is_told)),
             lambda step, error: self.given_up.append((step.step, error)),
             timeout_s=timeout_s,
             extra_s=lambda tier: 0.0,
@@ -213,3 +215,13 @@ def failed(pending: Pending, tier: str) -> bool:
     except (StoreFailed, PeerFailed):
         return True
     return False
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_no_pending_can_tell_is_told_all_the_same(count: int) -> None:
+    """A flush has no Pending, and its failure must not be lost."""
+    one = Side(Alone()) if count == 1 else members(2)[0]
+    one.acks.failed(id_of(3), "shared", StoreFailed("the store is down"))
+    one.save(4).finish()
+    one.acks.failed(id_of(4), "shared", StoreFailed("the store is down"))
+    assert one.missed == [(3, "shared", False), (4, "shared", True)]

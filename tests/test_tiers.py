@@ -397,3 +397,63 @@ def test_the_writer_that_dies_is_replaced_and_nothing_is_lost(place: Place) -> N
         assert status.writer_restarts == 1
         assert status.writer_pid != pid
     assert place.shared() == [1, 2]
+
+
+# --- what nobody else has -------------------------------------------------------------------------
+
+
+def test_after_a_rewind_the_only_copy_of_the_newest_step_stays(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That an abandoned branch reached a higher number says nothing of the new one."""
+    tiers = (ckpt.Memory(every=10), ckpt.Shared(place.root / "run", every=100, patience_s=0.2))
+    m = place.manager(*tiers)
+    m.resume()
+    for step in (100, 200):
+        m.save(step, state_of(step)).wait(timeout=60)  # type: ignore[union-attr]
+    m.rewind(100)
+    assert m.status().tiers["shared"].newest == 100
+    m.save(150, state_of(150)).wait(timeout=60)  # type: ignore[union-attr]
+    with store_fails(monkeypatch), pytest.raises(ckpt.StoreFailed, match="the store is down"):
+        m.close()
+    with place.manager(*tiers) as m:
+        check(m.resume(), 150, "memory")
+
+
+def test_step_0_is_durable_like_any_other(place: Place) -> None:
+    m = place.manager(ckpt.Memory(), ckpt.Shared(place.root / "run"))
+    m.resume()
+    m.save(0, state_of(0)).wait(timeout=60)  # type: ignore[union-attr]
+    m.close()
+    assert not (place.root / "arena").exists()
+
+
+def test_a_local_tier_that_does_not_answer_stops_no_start(place: Place) -> None:
+    m = place.manager()
+    m.resume()
+    for step in (4, 5):
+        m.save(step, state_of(step)).wait(timeout=60)  # type: ignore[union-attr]
+    die(m)
+    (images,) = (place.root / "local").iterdir()
+    images.chmod(0o755)
+    with place.manager() as m:
+        check(m.resume(), 5, "memory")
+        assert m.status().tiers["local"].under_way == 0
+        m.wait_until_finished(60)
+        assert m.status().tiers["shared"].newest == 5
+        images.chmod(0o700)
+
+
+def test_what_a_tier_has_after_a_start(place: Place) -> None:
+    """As `status` tells it: what this manager has brought there, or has gone on from."""
+    m = place.manager()
+    m.resume()
+    for step in range(1, 7):
+        m.save(step, state_of(step)).wait(timeout=60)  # type: ignore[union-attr]
+    die(m)
+    with place.manager() as m:
+        m.resume()
+        m.wait_until_finished(60)
+        m.rewind(4)
+        newest = {name: tier.newest for name, tier in m.status().tiers.items()}
+        assert newest == {"memory": 4, "local": 4, "shared": 4}
