@@ -41,6 +41,8 @@ class Course:
         self._local = tuple(local)
         self._landed: dict[str, bool] = {}
         """How it ended in Local tiers."""
+        self._late: set[str] = set()
+        """Local tiers that others do not wait for."""
         self._abandoned: BaseException | None = None
         self._superseded: BaseException | None = None
 
@@ -102,11 +104,21 @@ class Course:
                 self._needing.add(tier)
             return bool(self._needing)
 
+    def hold_up_none(self, tier: str) -> None:
+        """A tier fails, or does not answer: whoever waits for its image takes the slot."""
+        with self._changed:
+            self._late.add(tier)
+            self._changed.notify_all()
+
     def landed(self) -> list[str]:
-        """The Local tiers of the job that have it, nearest first; waits until one has, or none."""
+        """The Local tiers of the job that have it, nearest first.
+
+        Waits until one has it, or all that have not are in trouble.
+        """
 
         def known() -> bool:
-            return any(self._landed.values()) or len(self._landed) == len(self._local)
+            ended = self._landed.keys() | self._late
+            return any(self._landed.values()) or ended.issuperset(self._local)
 
         with self._changed:
             self._changed.wait_for(known)

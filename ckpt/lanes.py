@@ -92,6 +92,8 @@ class Lane:
         """Queue a job."""
         with self._lock:
             self._waiting.append(course)
+            if self._since_s is not None:
+                course.hold_up_none(self.tier)
             self._lock.notify_all()
 
     def end(self) -> None:
@@ -131,6 +133,7 @@ class Lane:
             for course in taken:
                 self._waiting.remove(course)
         if first:
+            self._hold_up_none()
             self._owner.trouble(
                 _trouble(self.tier, f"has not answered for {SILENT_S:g} s", now - moved_s)
             )
@@ -248,8 +251,16 @@ class Lane:
             since_s = self._since_s = now if self._since_s is None else self._since_s
             self._is_silent = False
         if first:
+            self._hold_up_none()
             self._owner.trouble(_trouble(self.tier, str(error), now - since_s))
         return since_s + self._patience_s - now
+
+    def _hold_up_none(self) -> None:
+        """Other tiers wait neither for the image that this one has at hand nor for those behind."""
+        with self._lock:
+            for course in (self._current, *self._waiting):
+                if course is not None:
+                    course.hold_up_none(self.tier)
 
     def _works(self) -> None:
         with self._lock:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from writer_runs import (
+    WAIT_S,
     Notes,
     Play,
     Start,
@@ -189,6 +191,41 @@ def test_if_local_fails_shared_goes_on_from_the_slot(start: Start, tmp_path: Pat
     play.close()
     assert play.steps() == [1]
     assert len(play.of(Released)) == 1
+
+
+@pytest.mark.parametrize("trouble", ["full", "hangs"])
+def test_a_local_disk_in_trouble_holds_up_no_other_tier(
+    trouble: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the step that it is at nor those that wait behind it, told before or after."""
+
+    def write_bulk(path: Path, data: Any) -> None:
+        if "local" in path.parts:
+            if trouble == "full" and not over.is_set():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            assert over.wait(WAIT_S)
+        real(path, data)
+
+    real, over = disk.write_bulk, threading.Event()
+    monkeypatch.setattr(disk, "write_bulk", write_bulk)
+    play = start("local", "shared", patience_s=WAIT_S, slots=4)
+    try:
+        for step in (1, 2):
+            play.save(step, "local", "shared")
+        for step in (1, 2):
+            play.done(step, "shared")
+        play.save(3, "local", "shared")
+        play.done(3, "shared")
+        assert not any(tier == "local" for _, tier in play.ends())
+    finally:
+        over.set()
+    for step in (1, 2, 3):
+        play.done(step, "local")
+    play.save(4, "local", "shared")
+    play.close()
+    assert play.steps() == [1, 2, 3, 4]
+    assert play.troubles("local")[-1] == ""
+    assert [len(each) for each in play.ends().values()] == [1] * 8
 
 
 def test_a_local_disk_that_cannot_be_read_is_tried_again(start: Start, tmp_path: Path) -> None:
