@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
@@ -12,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from array_record.python import array_record_module
 
-from formats.errors import BadRecord, Damaged, Mismatch, Misuse, StoreFailed, Unsupported
+from formats.errors import BadRecord, Damaged, Mismatch, Misuse, StoreFailed
 from formats.files import (
     THREADS,
     File,
@@ -23,7 +22,8 @@ from formats.files import (
     open_binary,
     replacing,
 )
-from formats.source import Handles, Source, Spec, as_rows, grouped, sealed
+from formats.mapped import only_local
+from formats.source import Handles, Source, Spec, as_rows, grouped, open_files, sealed
 
 # Without a thread pool of its own the reader is safe after a fork, and no slower for random reads.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
@@ -42,18 +42,13 @@ class ArrayRecordSource(Source):
     """
 
     def __init__(self, files: Sequence[File]) -> None:
-        remote = next((file.path for file in files if file.is_url), None)
-        if remote is not None:
-            raise Unsupported(
-                f"{remote}: ArrayRecord files are read from local file systems only;"
-                " mount the bucket or copy the files"
-            )
+        only_local(files, "ArrayRecord files")
         self._files = tuple(files)
         with ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(_count, self._files))
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self._digests: list[tuple[str, str]] | None = None
-        self._readers = _handles()
+        self._readers: Handles[Any] = Handles(open_files())
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -144,7 +139,7 @@ class ArrayRecordSource(Source):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._readers = _handles()
+        self._readers = Handles(open_files())
 
 
 def write_array_record(
@@ -186,11 +181,6 @@ def _writing(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise StoreFailed(f"{name}: cannot be written ({error})") from error
-
-
-def _handles() -> Handles[Any]:
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return Handles(65536 if allowed == resource.RLIM_INFINITY else allowed // 2)
 
 
 def _count(file: File) -> int:

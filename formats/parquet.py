@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,15 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from formats.columns import (
-    NullFound,
     arrow_array,
     convert,
     describe,
-    fill_scalar,
     first_bad,
     gather,
-    plain_type,
 )
+from formats.decoded import Decoded
 from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse, StoreFailed, Unsupported
 from formats.files import (
     THREADS,
@@ -35,7 +32,8 @@ from formats.files import (
     open_binary,
     replacing,
 )
-from formats.source import Column, Handles, Source, Spec, as_rows, grouped, sealed
+from formats.projection import check_names, check_same, chosen, fills, told
+from formats.source import Handles, Source, Spec, as_rows, grouped, sealed
 
 _OPEN_FILES = 128
 _CACHE_BYTES = 256 * 1024 * 1024
@@ -85,10 +83,10 @@ class ParquetSource(Source):
         self._files = tuple(files)
         with ThreadPoolExecutor(THREADS) as pool:
             footers = list(pool.map(_footer, self._files))
-        types = _types(self._files[0], footers[0], columns)
-        _check_same(self._files, footers, types, columns)
+        types = chosen(self._files[0], footers[0].schema, columns)
+        check_same(self._files, [footer.schema for footer in footers], types, columns)
         self._columns = tuple(describe(name, kind) for name, kind in types.items())
-        self._fill = _fills(types, self._columns, fill_null or {})
+        self._fill = fills(types, self._columns, fill_null or {})
         groups = [
             (number, group, rows)
             for number, footer in enumerate(footers)
@@ -104,7 +102,7 @@ class ParquetSource(Source):
     def _start(self) -> None:
         """Begin with no open file and nothing decoded."""
         self._handles: Handles[_OpenFile] = Handles(_OPEN_FILES)
-        self._decoded = _Decoded(self._cache_bytes)
+        self._decoded = Decoded(self._cache_bytes)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -131,7 +129,7 @@ class ParquetSource(Source):
                     values = convert(array, column, fill)
                 except (ValueError, pa.ArrowException) as error:  # a null, or text that is no UTF-8
                     first = int(positions[first_bad(array, column, fill)])
-                    raise self._bad(part, first, _told(error, column.name)) from error
+                    raise self._bad(part, first, told(error, column.name)) from error
                 pieces[column.name].append((slots, values))
         return {c.name: gather(pieces[c.name], c, len(rows)) for c in self._columns}
 
@@ -164,7 +162,7 @@ class ParquetSource(Source):
     def close(self) -> None:
         """See `Source.close`."""
         self._handles.close()
-        self._decoded = _Decoded(self._cache_bytes)
+        self._decoded = Decoded(self._cache_bytes)
 
     def _group(self, part: int, positions: np.ndarray) -> pa.Table:
         """One decoded row group, the columns that are read."""
@@ -263,39 +261,6 @@ class _OpenFile:
         return table.combine_chunks()
 
 
-@final
-class _Decoded:
-    """Decoded row groups, the most recently used ones within a budget in bytes."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._start()
-
-    def _start(self) -> None:
-        self._lock = threading.Lock()
-        self._tables: dict[int, pa.Table] = {}
-        self._bytes = 0
-        self._pid = os.getpid()
-
-    def get(self, part: int) -> pa.Table | None:
-        if self._pid != os.getpid():  # forked: another thread may have held the lock
-            self._start()
-        with self._lock:
-            table = self._tables.pop(part, None)
-            if table is not None:
-                self._tables[part] = table
-            return table
-
-    def put(self, part: int, table: pa.Table) -> None:
-        if table.nbytes > self._limit_bytes:
-            return
-        with self._lock:
-            self._tables[part] = table
-            self._bytes += table.nbytes
-            while self._bytes > self._limit_bytes:
-                self._bytes -= self._tables.pop(next(iter(self._tables))).nbytes
-
-
 def write_parquet(
     path: Pattern, columns: Mapping[str, Any] | pa.Table, *, row_group_size: int | None = None
 ) -> int:
@@ -339,85 +304,8 @@ def _footer(file: File) -> _Footer:
             f" and row groups of {list(rows)} rows"
         )
     schema = opened.parquet.schema_arrow
-    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
-    if twice:
-        raise Unsupported(f"{file.path} has several columns named {', '.join(twice)}")
+    check_names(file, schema)
     return _Footer(rows, schema)
-
-
-def _types(file: File, footer: _Footer, columns: Sequence[str] | None) -> dict[str, pa.DataType]:
-    """Name to Arrow type of the columns to read."""
-    names = footer.schema.names
-    if isinstance(columns, str):
-        raise Misuse(f"columns={columns!r}: wanted a list of names, [{columns!r}]")
-    if columns is None:
-        columns = names
-    if not columns:
-        raise Misuse(f"no columns to read; {file.path} has {', '.join(names) or 'none'}")
-    if len(set(columns)) < len(columns):
-        raise Misuse(f"columns={list(columns)} names a column twice")
-    for name in columns:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            guess = f"; did you mean {close[0]!r}?" if close else ""
-            raise Misuse(f"{file.path} has no column {name!r}, it has {', '.join(names)}{guess}")
-    return {name: footer.schema.field(name).type for name in columns}
-
-
-def _check_same(
-    files: Sequence[File],
-    footers: Sequence[_Footer],
-    types: Mapping[str, pa.DataType],
-    columns: Sequence[str] | None,
-) -> None:
-    """Raise Mismatch with all differences between the first file's columns and the others'."""
-    differences = []
-    for file, footer in zip(files[1:], footers[1:], strict=True):
-        found = dict(zip(footer.schema.names, footer.schema.types, strict=True))
-        for name, kind in types.items():
-            wanted = plain_type(kind)
-            if name not in found:
-                differences.append(f"{file.name}: column {name!r}: wanted {wanted}, found none")
-            elif (other := plain_type(found[name])) != wanted:
-                differences.append(f"{file.name}: column {name!r}: wanted {wanted}, found {other}")
-        if columns is None:
-            differences += [
-                f"{file.name}: column {name!r}: wanted none, found {plain_type(kind)}"
-                for name, kind in found.items()
-                if name not in types
-            ]
-    if differences:
-        raise Mismatch(
-            f"files of one source differ from the first, {files[0].path};"
-            " narrow the pattern, or read the columns that agree with columns=[...]",
-            differences,
-        )
-
-
-def _fills(
-    types: Mapping[str, pa.DataType], columns: Sequence[Column], values: Mapping[str, Any]
-) -> dict[str, pa.Scalar]:
-    """What stands for null, by column, checked against its type."""
-    kinds = {column.name: column.kind for column in columns}
-    fills = {}
-    for name, value in values.items():
-        if kinds.get(name) not in ("array", "ragged"):
-            found = f"holds {kinds[name]}, where a null is None" if name in kinds else "is not read"
-            raise Misuse(f"fill_null: wanted columns of numbers, and {name!r} {found}")
-        try:
-            fills[name] = fill_scalar(types[name], value)
-        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-            raise Misuse(f"fill_null: {value!r} does not fit column {name!r}: {error}") from error
-    return fills
-
-
-def _told(error: Exception, name: str) -> str:
-    if isinstance(error, NullFound):
-        return (
-            f"column {name!r} of numbers {error}; say what stands for it,"
-            f" fill_null={{{name!r}: ...}}, or leave the column out"
-        )
-    return f"column {name!r}: {error}"
 
 
 def _is_arrow(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import abc
 import itertools
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -168,6 +169,12 @@ class Handles(Generic[T]):
             self._closed = True
 
 
+def open_files() -> int:
+    """How many files a source may keep open: half of those that the process is allowed."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 65536 if allowed == resource.RLIM_INFINITY else allowed // 2
+
+
 def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
     """`indices` as int64[n], each checked against [0, length).
 
@@ -194,8 +201,9 @@ def grouped(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndar
     """
     if not rows.size:
         return
-    order = np.argsort(rows, kind="stable")
-    ranked = rows[order]
+    rising = rows.size < 2 or bool((rows[1:] >= rows[:-1]).all())
+    order = np.arange(rows.size) if rising else np.argsort(rows, kind="stable")
+    ranked = rows if rising else rows[order]
     # The last of several equal starts is the part that is not empty.
     parts = np.searchsorted(starts, ranked, side="right") - 1
     cuts = np.flatnonzero(parts[1:] != parts[:-1]) + 1

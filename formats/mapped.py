@@ -1,0 +1,56 @@
+"""Files mapped into memory: bytes without copies, and errors where the file changed underneath."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from formats.errors import Mismatch, Unsupported
+from formats.files import File, naming, open_binary
+
+
+@final
+class Mapped:
+    """One local file, mapped for reading.
+
+    bytes: all of it, uint8, read-only; shares the pages of every process that maps the file.
+
+    Raises: Mismatch when its size is not what was listed; NotFound, StoreFailed.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._map: mmap.mmap | None = None
+        self.bytes = np.zeros(0, np.uint8)
+        with open_binary(file) as stream, naming(file.path):
+            if file.size_bytes:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                self.bytes = np.frombuffer(self._map, np.uint8)
+        self.check()
+
+    def check(self) -> None:
+        """Raise Mismatch if the file no longer has its size: pages beyond its end kill a process.
+
+        Meant before each read. A file that is replaced, as a new file under its name, stays as it
+        was for those who have mapped it.
+        """
+        size_bytes = self._map.size() if self._map is not None else 0
+        if size_bytes != self._file.size_bytes:
+            raise Mismatch(
+                f"{self._file.path} changed since the source was opened; open it again,"
+                " and replace files instead of writing into them",
+                [f"{self._file.name}: wanted {self._file.size_bytes} bytes, found {size_bytes}"],
+            )
+
+
+def only_local(files: Sequence[File], what: str) -> None:
+    """Raise Unsupported if one of `files` is a URL; `what` names their format in the plural."""
+    remote = next((file.path for file in files if file.is_url), None)
+    if remote is not None:
+        raise Unsupported(
+            f"{remote}: {what} are read from local file systems only;"
+            " mount the bucket or copy the files"
+        )

@@ -1,0 +1,97 @@
+"""Which columns of columnar files are read, and what must agree between the files of a source."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from formats.columns import NullFound, fill_scalar, plain_type
+from formats.errors import Mismatch, Misuse, Unsupported
+from formats.files import File
+from formats.source import Column
+
+
+def check_names(file: File, schema: pa.Schema) -> None:
+    """Raise Unsupported for a file with several columns of one name."""
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise Unsupported(f"{file.path} has several columns named {', '.join(twice)}")
+
+
+def chosen(file: File, schema: pa.Schema, columns: Sequence[str] | None) -> dict[str, pa.DataType]:
+    """Name to Arrow type of the columns to read. Raises: Misuse."""
+    names = schema.names
+    if isinstance(columns, str):
+        raise Misuse(f"columns={columns!r}: wanted a list of names, [{columns!r}]")
+    if columns is None:
+        columns = names
+    if not columns:
+        raise Misuse(f"no columns to read; {file.path} has {', '.join(names) or 'none'}")
+    if len(set(columns)) < len(columns):
+        raise Misuse(f"columns={list(columns)} names a column twice")
+    for name in columns:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            guess = f"; did you mean {close[0]!r}?" if close else ""
+            raise Misuse(f"{file.path} has no column {name!r}, it has {', '.join(names)}{guess}")
+    return {name: schema.field(name).type for name in columns}
+
+
+def check_same(
+    files: Sequence[File],
+    schemas: Sequence[pa.Schema],
+    types: Mapping[str, pa.DataType],
+    columns: Sequence[str] | None,
+) -> None:
+    """Raise Mismatch with all differences between the first file's columns and the others'."""
+    differences = []
+    for file, schema in zip(files[1:], schemas[1:], strict=True):
+        found = dict(zip(schema.names, schema.types, strict=True))
+        for name, kind in types.items():
+            wanted = plain_type(kind)
+            if name not in found:
+                differences.append(f"{file.name}: column {name!r}: wanted {wanted}, found none")
+            elif (other := plain_type(found[name])) != wanted:
+                differences.append(f"{file.name}: column {name!r}: wanted {wanted}, found {other}")
+        if columns is None:
+            differences += [
+                f"{file.name}: column {name!r}: wanted none, found {plain_type(kind)}"
+                for name, kind in found.items()
+                if name not in types
+            ]
+    if differences:
+        raise Mismatch(
+            f"files of one source differ from the first, {files[0].path};"
+            " narrow the pattern, or read the columns that agree with columns=[...]",
+            differences,
+        )
+
+
+def fills(
+    types: Mapping[str, pa.DataType], columns: Sequence[Column], values: Mapping[str, Any]
+) -> dict[str, pa.Scalar]:
+    """What stands for null, by column, checked against its type."""
+    kinds = {column.name: column.kind for column in columns}
+    found = {}
+    for name, value in values.items():
+        if kinds.get(name) not in ("array", "ragged"):
+            held = f"holds {kinds[name]}, where a null is None" if name in kinds else "is not read"
+            raise Misuse(f"fill_null: wanted columns of numbers, and {name!r} {held}")
+        try:
+            found[name] = fill_scalar(types[name], value)
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            raise Misuse(f"fill_null: {value!r} does not fit column {name!r}: {error}") from error
+    return found
+
+
+def told(error: Exception, name: str) -> str:
+    """Why column `name` of a row cannot be converted, and what to do."""
+    if isinstance(error, NullFound):
+        return (
+            f"column {name!r} of numbers {error}; say what stands for it,"
+            f" fill_null={{{name!r}: ...}}, or leave the column out"
+        )
+    return f"column {name!r}: {error}"
