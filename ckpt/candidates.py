@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckpt import attempts, commit, layout, promotion, publishing, records
 from ckpt.attempts import Listing
@@ -13,6 +13,7 @@ from ckpt.imaged import Hosted, HostImage, Imaged, Unreadable, is_of_run, neares
 from ckpt.lineage import Decision, Lineage, StepId, choose, counting, counts, covers, line_before
 from ckpt.manifest import read_manifest
 from ckpt.processes import Matter
+from ckpt.reader import Lost
 from ckpt.resolving import nothing_there
 from ckpt.store import Store
 
@@ -156,26 +157,37 @@ def _damage_of(listing: Listing, step: int, branch: int | None) -> str | None:
     return dict(listing.damaged_steps).get(step)
 
 
-def must_not_be_lost(sources: Sources) -> None:
+def must_not_be_lost(sources: Sources, made: Made | None = None) -> None:
     """A run in which nothing counts: has it never saved a step, or are its steps gone?
+
+    Args:
+        made: what came of the images of several processes.
 
     Raises:
         Damaged: they are damaged, or gone: the newest is never deleted by us.
-        StoreFailed: a tier of this host that did not answer may have them.
+        StoreFailed: a Local tier that did not answer may have them.
     """
+    made = Made() if made is None else made
+    given_up = made.listed("given up")
     store, listing = sources.home, sources.listing
     if listing.damaged:
-        raise Damaged(nothing_there(store, listing))
+        raise Damaged(nothing_there(store, listing) + given_up)
     for tier, error in sources.hosted.silent.items():
         raise StoreFailed(
             f"{error}; no other tier has a step of the run, and {tier} may have some: bring it "
             "back, or start without that tier"
         ) from error
+    for silent in made.silent:
+        raise StoreFailed(
+            f"{silent}; no other tier has a step of the run, and this one may have some: bring it "
+            f"back, or start without that tier{made.listed('no step without it')}"
+        )
     head = listing.head
     if head is not None and head.parent is not None and HOST_ONLY not in head.reason:
         raise Damaged(
             f"{store.location}: attempt {head.attempt} went on from {head.parent}, and that step "
             "is gone, with all others of the lineage; put the directories of the branches back"
+            f"{given_up}"
         )
 
 
@@ -198,47 +210,67 @@ def must_be_of_the_run(sources: Sources, step: StepId, tier: str) -> None:
 # --- a step from the images of several processes --------------------------------------------------
 
 
-def newest_common(
+def holders(
     told: Sequence[Sequence[Json]], line: Lineage, decisions: Mapping[int, Decision]
-) -> StepId | None:
-    """The newest step that counts and of which every process has told that it has its image.
+) -> dict[StepId, set[int]]:
+    """The steps that count and of which somebody has an image: the processes that have it.
 
     Args:
         told: for each process [step, branch, attempt, time_ns of the decision] of each image.
     """
-    each = [
-        {
-            StepId(*image[:3])
-            for image in images
-            if image[2] in decisions and decisions[image[2]].time_ns == image[3]
-        }
-        for images in told
-    ]
-    common = set.intersection(*each) if each else set()
-    return max((step for step in common if counts(line, step)), default=None)
+    found: dict[StepId, set[int]] = {}
+    for process, images in enumerate(told):
+        for *numbers, decided_ns in images:
+            step = StepId(*numbers)
+            decision = decisions.get(step.attempt)
+            if decision is not None and decision.time_ns == decided_ns and counts(line, step):
+                found.setdefault(step, set()).add(process)
+    return found
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Images of which no step was made."""
+
+    step: StepId
+    why: str
+    kind: Literal["damaged", "store", "apart"]
+    """The images are damaged, a store failed, or they are intact and belong to no step: a process
+    has none, or they do not fit together. Nobody can ever restore the last, so they are given up.
+    """
 
 
 @dataclass(frozen=True)
 class Made:
-    """What came of the newest images that all processes have."""
+    """What came of the images that several processes have of steps newer than those at home."""
 
-    step: StepId
-    why_not: str = ""
-    """Empty: it is a step now."""
-    damaged: bool = False
-    """Is it the images that are to blame, not the store?"""
+    step: StepId | None = None
+    """Of these images a step was made."""
+    passed: tuple[Passed, ...] = ()
+    """Newer ones, newest first."""
+    silent: tuple[str, ...] = ()
+    """Local tiers of any process that did not answer, and why."""
+
+    def told(self, *kinds: str) -> list[Lost]:
+        """What was passed over, for the report."""
+        return [Lost(each.step.step, each.why) for each in self.passed if each.kind in kinds]
+
+    def listed(self, what: str) -> str:
+        """For a message that nothing is there: what was there."""
+        each = [f"the images of {one.step}: {one.why}" for one in self.passed]
+        return f"; {what}: {'; '.join(each)}" if each else ""
 
 
-def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> Made | None:
-    """Make a step of the newest images that all processes have, if home has none as new.
+def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> Made:
+    """Make a step of the newest images that belong together, if home has none as new.
 
-    A matter of all processes; None when there is nothing to do. What fails leaves nothing that a
-    later attempt would take for a step of its lineage.
+    A matter of all processes. What fails leaves nothing that a later attempt would take for a step
+    of its lineage. Older images are tried only if the newer ones are to blame, not a store.
 
     Raises:
         Superseded: a newer attempt owns the run. PeerFailed.
     """
-    store, listing = sources.home, sources.listing
+    listing = sources.listing
     mine = nearest(
         image
         for image in hosted.images
@@ -249,30 +281,71 @@ def make_step(matter: Matter, number: int, sources: Sources, hosted: Hosted) -> 
         [step.step, step.branch, step.attempt, images[0].header.meta.get("decided_ns")]
         for step, images in mine.items()
     ]
-    everyone = matter.gather("images", told)
+    silent = {tier: str(error) for tier, error in hosted.silent.items()}
+    everyone = matter.gather("images", [told, silent])
 
-    def choice() -> Json:
-        step = newest_common(everyone, listing.lineage, listing.decisions)
+    def newer() -> Json:
         newest = max(sources.counting, default=None)
-        is_newer = step is not None and (newest is None or newest.step < step.step)
-        return layout.emit_step_id(step) if is_newer else None
+        found = holders([each for each, _ in everyone], listing.lineage, listing.decisions)
+        return [
+            [layout.emit_step_id(step), sorted(found[step])]
+            for step in sorted(found, reverse=True)
+            if newest is None or newest.step < step.step
+        ]
 
-    chosen = matter.decide("of images", choice)
-    step = layout.parse_step_id(chosen, "the choice of process 0")
-    if step is None:
-        return None
-    wrong = matter.gather("image written", _write_image(store, step, mine[step], listing, number))
+    passed: list[Passed] = []
+    made = None
+    for value, having in matter.decide("of images", newer):
+        step = layout.parse_step_id(value, "the choice of process 0")
+        assert step is not None
+        lacking = [process for process in range(matter.count) if process not in having]
+        if lacking:
+            passed.append(Passed(step, _absent(lacking, everyone), "apart"))
+            continue
+        failed = _make(matter, number, sources, step, mine)
+        if failed is None:
+            made = step
+            break
+        passed.append(failed)
+        if failed.kind == "store":
+            break
+    quiet = tuple(
+        f"process {process}: {tier}: {why}"
+        for process, (_, tiers) in enumerate(everyone)
+        for tier, why in tiers.items()
+    )
+    return Made(made, tuple(passed), quiet)
+
+
+def _absent(lacking: Sequence[int], everyone: Sequence[Json]) -> str:
+    """Who has no image of a step, or does not know."""
+    each = []
+    for process in lacking:
+        silent = ", ".join(everyone[process][1])
+        unknown = f", and its {silent} did not answer" if silent else ""
+        each.append(f"process {process} has no image of it{unknown}")
+    return "; ".join(each)
+
+
+def _make(
+    matter: Matter, number: int, sources: Sources, step: StepId, mine: Mapping[StepId, Any]
+) -> Passed | None:
+    """A step of images that all processes have; what came in the way, if it was not made."""
+    store, listing, name = sources.home, sources.listing, layout.step_name(step.branch, step.step)
+
+    written = _write_image(store, step, mine[step], listing, number)
+    wrong = matter.gather(f"image written, {name}", written)
     for process, why in enumerate(wrong):
         if why is not None:
-            return Made(step, f"process {process}: {why[1]}", why[0])
-    why = matter.decide("made", lambda: _publish(store, step, listing.lineage, number))
-    return Made(step) if why is None else Made(step, why[1], why[0])
+            return Passed(step, f"process {process}: {why[1]}", why[0])
+    why = matter.decide(f"made, {name}", lambda: _publish(store, step, listing.lineage, number))
+    return None if why is None else Passed(step, why[1], why[0])
 
 
 def _write_image(
     store: Store, step: StepId, images: Sequence[HostImage], listing: Listing, number: int
 ) -> Json:
-    """The nearest image that is whole, and its part. If there is none: [damaged, why]."""
+    """The nearest image that is whole, and its part. If there is none: [kind, why]."""
     making = publishing.of(store).making(step, number)
     why, damaged = [], True
     for image in images:
@@ -291,18 +364,21 @@ def _write_image(
             damaged &= isinstance(error, Damaged)
         else:
             return None
-    return [damaged, "; ".join(why) or "no image of this run"]
+    return ["damaged" if damaged else "store", "; ".join(why) or "no image of this run"]
 
 
 def _publish(store: Store, step: StepId, line: Lineage, number: int) -> Json:
-    """Process 0: as in a roll-forward. What went wrong: [damaged, why]."""
+    """Process 0: as in a roll-forward. What went wrong: [kind, why]."""
     making = publishing.of(store).making(step, number)
     try:
         headers = commit.read_headers(store, making, step.attempt)
-        marker = commit.finish(store, step, headers, maker=number)
+        try:
+            marker = commit.finish(store, step, headers, maker=number)
+        except Damaged as error:
+            return ["apart", str(error)]  # each was verified: they do not belong together
         commit.publish(store, step, marker, line, owner=number, maker=number)
     except Superseded:
         raise
     except CheckpointError as error:
-        return [isinstance(error, Damaged), str(error)]
+        return ["damaged" if isinstance(error, Damaged) else "store", str(error)]
     return None

@@ -68,6 +68,9 @@ class RestoreReport:
     """From which a manager restored it: memory, local, shared, local-2, ..."""
     fresh: bool = False
     lost: tuple[Lost, ...] = ()
+    given_up: tuple[Lost, ...] = ()
+    """Newer images on hosts that belong to no step: a process has none, or they do not fit
+    together."""
     damage: tuple[Damage, ...] = ()
     """Files of the restored step that are damaged and were not needed; and nearer tiers, by name,
     in which the step is damaged."""

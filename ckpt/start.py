@@ -132,7 +132,7 @@ class Start:
         told = self.matter.decide("cleared", lambda: self._clear_up(number, wish))
         sources, made = self._sources(number)
         listing = sources.listing
-        tries = self._candidates(sources, wish)
+        tries = self._candidates(sources, wish, made)
         skips = wish.skips or skips_of(sources, wish.batches, wish.data)
 
         lost: list[Lost] = []
@@ -142,19 +142,19 @@ class Start:
             if found is not None:
                 restored, source = found
                 break
-        if made is not None and made.why_not and wish.step in (None, made.step.step):
-            lost.append(Lost(made.step.step, made.why_not))
-            if restored is None and not made.damaged:
-                raise StoreFailed(
-                    f"{self.store.location}: the images of {made.step} on the hosts are the only "
-                    f"ones there are, and no step could be made of them: {made.why_not}"
-                )
+        lost += [each for each in made.told("damaged", "store") if wish.step in (None, each.step)]
+        failed = [each for each in made.passed if each.kind == "store"]
+        if restored is None and failed and wish.step in (None, failed[0].step.step):
+            raise StoreFailed(
+                f"{self.store.location}: the images of {failed[0].step} on the hosts are the only "
+                f"ones there are, and no step could be made of them: {failed[0].why}"
+            )
         restored = _with_unreadable(restored, sources, lost, wish.step)
         lost = with_damaged(lost, listing, restored, wish.step)
         if restored is None and lost:
             raise Damaged(every_step_damaged(self.store, lost))
         if restored is None and wish.must_exist:
-            raise NotFound(nothing_there(self.store, listing))
+            raise NotFound(nothing_there(self.store, listing) + made.listed("given up"))
         if restored is None:
             restored = Restored(0, None if wish.like is MISSING else wish.like)
 
@@ -170,10 +170,15 @@ class Start:
             restored.step,
             f", from {restored.report.tier}" if restored.report.tier else "",
         )
+        given_up = tuple(e for e in made.told("apart") if wish.step in (None, e.step))
+        for each in given_up:
+            text = "%s: the images of step %d on the hosts make no step and are given up: %s"
+            _log.warning(text, self.store.location, each.step, each.reason)
         known = {**listing.decisions, number: decision}
         report = with_report(
             restored,
             lost=tuple(lost),
+            given_up=given_up,
             rolled_forward=tuple(told["done"]),
             records=tuple(Damage(file, why) for file, why in told["records"]),
             fresh=decision.parent is None,
@@ -198,21 +203,18 @@ class Start:
         process = (self.matter.index, self.matter.count)
         return candidates.look(self.store, self.others, self.host(), process, self.kept_in_memory)
 
-    def _sources(self, number: int) -> tuple[Sources, Made | None]:
+    def _sources(self, number: int) -> tuple[Sources, Made]:
         """All tiers, once the images of several processes have become a step."""
-        sources, made = self._look(), None
+        sources, made = self._look(), Made()
         for tier, error in sources.hosted.silent.items():
             _log.warning("%s: %s did not answer: %s", self.store.location, tier, error)
         if self.matter.count > 1:
             made = candidates.make_step(self.matter, number, sources, sources.hosted)
-        if made is not None and made.why_not:
-            _log.warning(
-                "%s: no step was made of the images of %s: %s",
-                self.store.location,
-                made.step,
-                made.why_not,
-            )
-        elif made is not None:
+        for each in made.passed:
+            if each.kind != "apart":
+                text = "%s: no step was made of the images of %s: %s"
+                _log.warning(text, self.store.location, each.step, each.why)
+        if made.step is not None:
             _log.info("%s: made a step of the images of %s", self.store.location, made.step)
             sources = self._look()
         return sources, made
@@ -278,7 +280,9 @@ class Start:
                 "for a new run"
             )
 
-    def _candidates(self, sources: Sources, wish: Wish) -> list[tuple[StepId, list[str]]]:
+    def _candidates(
+        self, sources: Sources, wish: Wish, made: Made
+    ) -> list[tuple[StepId, list[str]]]:
         """The steps to try and their tiers, in this order; as process 0 sees them."""
 
         def make() -> list[Json]:
@@ -286,7 +290,7 @@ class Start:
             if wish.step is not None:
                 found = _wanted(sources, wish)
             elif not found:
-                candidates.must_not_be_lost(sources)
+                candidates.must_not_be_lost(sources, made)
             return [[layout.emit_step_id(s), sources.tiers(s)] for s in reversed(found)]
 
         where = f"{self.store.location}: steps of process 0"
