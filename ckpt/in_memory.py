@@ -39,28 +39,34 @@ class InMemory:
         if slot is not None:
             self._stay(id, slot)
 
-    def begin(self, line: Lineage, images: Iterable[HostImage], arena: Arena) -> list[StepId]:
+    def missed(self, id: StepId) -> None:
+        """Some process will never have it: nobody can go on from it."""
+        with self._lock:
+            slot = self._copied.pop(id, None)
+        if slot is not None:
+            slot.release()
+
+    def begin(self, line: Lineage, images: Iterable[HostImage], arena: Arena) -> None:
         """What was copied before, here or by a trainer that died, stays; what no longer counts
-        goes. The steps that were taken over, ascending.
+        goes.
 
         Args:
             images: those that count from now on.
         """
         images = sorted(images, key=lambda each: each.id)
         with self._lock:
-            gone = [each for each in self._kept if not counts(line, each[0])]
-            self._kept = [each for each in self._kept if each not in gone]
+            held = sorted([*self._kept, *self._copied.items()], key=lambda each: each[0])
+            self._copied.clear()
+            gone = [each for each in held if not counts(line, each[0])]
+            self._kept = [each for each in held if each not in gone]
             kept = {id for id, _ in self._kept}
         for _, slot in gone:
             slot.release()
         wanted = {image.slot for image in images}
         arena.reuse_first([number for number in range(arena.slots) if number not in wanted])
-        taken = []
         for image in images:
             if self._keep and image.slot is not None and image.id not in kept:
                 self._stay(image.id, arena.adopt(image.slot))
-                taken.append(image.id)
-        return taken
 
     def held(self, number: int, arena: Arena) -> Slot:
         """The slot of an image, for one more holder."""
@@ -81,7 +87,7 @@ class InMemory:
 
     def _stay(self, id: StepId, slot: Slot) -> None:
         with self._lock:
-            self._kept.append((id, slot))
+            self._kept = sorted([*self._kept, (id, slot)], key=lambda each: each[0])
             surplus = max(0, len(self._kept) - self._keep)
             gone = self._kept[:surplus]
             del self._kept[:surplus]

@@ -421,6 +421,8 @@ class Saves:
 
     def _missed(self, id: StepId, tier: str, error: BaseException, is_told: bool) -> None:
         """A tier will not have a step."""
+        if tier == MEMORY:
+            self._in_memory.missed(id)
         news = not isinstance(error, Superseded) or self._background.superseded() is None
         if not is_told and news:
             self._background.unheard.append(error)
