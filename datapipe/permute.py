@@ -11,7 +11,7 @@ in the tests may never change. Another algorithm is another version beside this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Protocol
@@ -93,10 +93,10 @@ class Permutation:
     stream: int = 0
 
     def __post_init__(self) -> None:
-        _within("n", self.n, 1, LIMIT + 1)
-        _within("seed", self.seed, 0, 1 << 64)
-        _within("epoch", self.epoch, 0, 1 << 64)
-        _within("stream", self.stream, 0, 1 << 64)
+        require_within("n", self.n, 1, LIMIT + 1)
+        require_within("seed", self.seed, 0, 1 << 64)
+        require_within("epoch", self.epoch, 0, 1 << 64)
+        require_within("stream", self.stream, 0, 1 << 64)
 
     def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
         """Record ids at `positions` of the epoch; int64, same shape."""
@@ -118,25 +118,40 @@ class Permutation:
         )
 
     def _walk(self, indices: ArrayLike, keys: tuple[_Key, ...]) -> NDArray[np.int64]:
-        given = np.asarray(indices)
-        if given.size and given.dtype.kind not in "iu":
-            raise Misuse(f"indices must be integers, found dtype {given.dtype}")
-        values = np.array(given, dtype=np.int64, order="C", copy=True)
-        flat = values.reshape(-1)
-        if flat.size and (flat.min() < 0 or flat.max() >= self.n):
-            bad = flat[(flat < 0) | (flat >= self.n)][0]
-            raise Misuse(f"index {bad} is outside [0, {self.n})")
+        values = fresh_indices(indices, self.n)
         bits = (self.n - 1).bit_length()
-        if bits == 0:
-            return values
-        _feistel(flat, bits, keys)
-        outside = np.flatnonzero(flat >= self.n)
-        while outside.size:
-            again = flat[outside]
-            _feistel(again, bits, keys)
-            flat[outside] = again
-            outside = outside[again >= self.n]
+        if bits:
+            walk(values.reshape(-1), self.n, lambda some: _feistel(some, bits, keys))
         return values
+
+
+def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:
+    """A C-ordered int64 copy, same shape.
+
+    Raises:
+      Misuse: not integers, or one is outside [0, n).
+    """
+    given = np.asarray(indices)
+    if given.size and given.dtype.kind not in "iu":
+        raise Misuse(f"indices must be integers, found dtype {given.dtype}")
+    values = np.array(given, dtype=np.int64, order="C", copy=True)
+    if values.size and (values.min() < 0 or values.max() >= n):
+        raise Misuse(f"index {given[(values < 0) | (values >= n)][0]} is outside [0, {n})")
+    return values
+
+
+def walk(values: NDArray[np.int64], n: int, once: Callable[[NDArray[np.int64]], None]) -> None:
+    """Cycle walking, in place: `once`, a bijection of more than [0, n), until all are in [0, n).
+
+    `once` works in place. From [0, n) every walk comes back to it, since the walk is a cycle.
+    """
+    once(values)
+    outside = np.flatnonzero(values >= n)
+    while outside.size:
+        again = values[outside]
+        once(again)
+        values[outside] = again
+        outside = outside[again >= n]
 
 
 def _feistel(values: NDArray[np.int64], bits: int, keys: Sequence[_Key]) -> None:
@@ -174,6 +189,7 @@ def _feistel_block(values: NDArray[np.int64], bits: int, keys: Sequence[_Key]) -
     values |= halves[1]
 
 
-def _within(name: str, value: int, first: int, stop: int) -> None:
+def require_within(name: str, value: int, first: int, stop: int) -> None:
+    """Raises Misuse unless `value` is an integer, no boolean, from `first` to below `stop`."""
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value < stop:
         raise Misuse(f"{name} must be an integer in [{first}, {stop}), found {value!r}")
