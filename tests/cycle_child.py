@@ -32,6 +32,9 @@ from ckpt.run import Run
 from ckpt.spike import SpikeGuard
 from ckpt.tiers import Local, Memory, Shared
 
+KEPT = {"memory": 1, "local": 3, "shared": 4}
+"""How many of the newest steps each tier keeps."""
+
 BAD_EVERY = 120
 """Of so many examples two in a row are bad: the loss spikes on them."""
 
@@ -95,7 +98,8 @@ class Trainer:
     def __init__(self, place: str, pipe: int, steps: int, pause_s: float) -> None:
         self.pipe, self.steps, self.pause_s = pipe, steps, pause_s
         self.place = Path(place)
-        self.told: list[tuple[Pending, set[str]]] = []
+        self.told: list[tuple[Pending, int | None, set[str]]] = []
+        """Saves, the attempts that made them, and the tiers of which the observer knows."""
 
     def say(self, event: str, **figures: Any) -> None:
         """To the observer outside, who writes it down."""
@@ -103,16 +107,17 @@ class Trainer:
 
     def run(self) -> None:
         manager = CheckpointManager(
-            Memory(every=1),
-            Local(self.place / "local", every=3, keep=Keep(last=3, branches=0)),
-            Shared(self.place / "run", every=6, keep=Keep(last=4, branches=1)),
+            Memory(every=1, keep=Keep(last=KEPT["memory"])),
+            Local(self.place / "local", every=3, keep=Keep(last=KEPT["local"], branches=0)),
+            Shared(self.place / "run", every=6, keep=Keep(last=KEPT["shared"], branches=1)),
             arena=self.place / "arena",
         )
         writer = None
         stream = Stream()
         with manager, Run(manager, state_at_start(), stream, steps=self.steps, guard=GUARD) as run:
             report = run.restored.report
-            self.say("restored", step=run.step, tier=report.tier, fresh=report.fresh)
+            attempt = manager.status().attempt
+            self.say("restored", step=run.step, attempt=attempt, tier=report.tier)
             for _, batch in run:
                 if (pid := manager.status().writer_pid) != writer:
                     writer = pid
@@ -124,19 +129,19 @@ class Trainer:
                     self.say("rewound", step=run.step)
                     self.told.clear()
                 if pending is not None:
-                    self.told.append((pending, set()))
+                    self.told.append((pending, manager.status().attempt, set()))
                 self.tell()
                 time.sleep(self.pause_s)
         self.say("ended", step=run.step, digest=digest_of(run.state), skips=stream.skips)
 
     def tell(self) -> None:
         """What was acknowledged since."""
-        for pending, told in self.told:
+        for pending, attempt, told in self.told:
             for tier in pending.tiers:
                 if tier not in told and pending.done(tier):
                     told.add(tier)
-                    self.say("acknowledged", step=pending.step, tier=tier)
-        self.told = [each for each in self.told if len(each[1]) < len(each[0].tiers)]
+                    self.say("acknowledged", step=pending.step, attempt=attempt, tier=tier)
+        self.told = [each for each in self.told if len(each[2]) < len(each[0].tiers)]
 
 
 @contextlib.contextmanager
