@@ -28,15 +28,33 @@ DIRECT_FROM_BYTES = 1 << 20
 
 
 def make_directory(directory: Path) -> None:
-    """Create what is missing, and make each new name durable in its parent."""
-    missing = []
-    while not directory.exists():
+    """Create what is missing, and make each new name durable in its parent.
+
+    Raises:
+        StoreFailed: a link on the way leads nowhere. OSError: what is there cannot be looked at,
+            and is not taken for missing.
+    """
+    missing: list[Path] = []
+    while not _is_there(directory):
         missing.append(directory)
         directory = directory.parent
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(each)
         sync_directory(each.parent)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise StoreFailed(
+                f"{path}: wanted a directory, found a link to {os.readlink(path)}, where nothing "
+                "is; mount what it leads to, or remove it"
+            ) from None
+        return False
+    return True
 
 
 def open_file(path: Path) -> int:

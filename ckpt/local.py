@@ -142,7 +142,7 @@ class LocalImages:
     def delete(self, step: StepId) -> None:
         """Remove the image of a step; absent is fine. Raises StoreFailed."""
         path = self.path(step)
-        with disk.translated(path, changes=True), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(NotFound), disk.translated(path, changes=True):
             self._must_be_private()
             os.unlink(path)
             disk.sync_directory(self.directory)

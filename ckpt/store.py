@@ -41,6 +41,11 @@ SMALL_LIMIT_BYTES = 1 << 30
 """No small file of ours comes near this; a larger one is not read into memory."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}\Z")
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+"""No more than these: whoever asks for a loop of links, or gets no answer, must not be told that
+nothing is there."""
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Of one name in a list: gone meanwhile, or a link that leads nowhere, which is no entry."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below a prefix; absent is fine."""
+        """Remove everything below a prefix; absent is fine. Links are removed, never followed."""
 
     def clear_temporaries(self, prefix: str) -> None:  # noqa: B027 - most stores have none
         """Remove what interrupted calls left below a prefix that nobody else writes to."""
@@ -318,8 +323,8 @@ class FileStore(Store):
                         is_dir = entry.is_dir()
                         size = 0 if is_dir else entry.stat().st_size
                     except OSError as error:
-                        if error.errno in (errno.ENOENT, errno.ELOOP):
-                            continue  # gone meanwhile, or a link that leads nowhere
+                        if error.errno in _NOWHERE:
+                            continue
                         raise
                     found.append(Entry(entry.name, is_dir, size))
         except NotFound:
@@ -331,7 +336,7 @@ class FileStore(Store):
         with disk.translated(path):
             try:
                 os.lstat(path)
-            except (FileNotFoundError, NotADirectoryError):
+            except _ABSENT:
                 return False
             return True
 
@@ -341,20 +346,24 @@ class FileStore(Store):
             try:
                 os.unlink(path)
                 disk.sync_directory(path.parent)
-            except (FileNotFoundError, NotADirectoryError):
+            except _ABSENT:
                 return
 
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
         with disk.translated(path, changes=True):
-            if not path.is_dir():
+            try:
+                mode = os.lstat(path).st_mode
+            except _ABSENT:
                 return
-            if path.is_symlink():
-                _unlink(path)  # what it leads to is not below this prefix
-            else:
+            if stat.S_ISDIR(mode):
                 # A directory may vanish meanwhile: two attempts may clean up the same remains.
                 shutil.rmtree(path, onerror=_ignore_absent)
-            with contextlib.suppress(FileNotFoundError):
+            elif stat.S_ISLNK(mode) and not os.path.isfile(path):
+                _unlink(path)  # what it leads to, if anything, is not below this prefix
+            else:
+                return
+            with contextlib.suppress(*_ABSENT):
                 disk.sync_directory(path.parent)
 
     def clear_temporaries(self, prefix: str) -> None:
@@ -418,10 +427,10 @@ def _unlink(path: Path) -> None:
 
 
 def _ignore_absent(_function: object, _path: object, info: tuple) -> None:
-    if not isinstance(info[1], FileNotFoundError):
+    if not isinstance(info[1], _ABSENT):
         raise info[1]
 
 
 def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+    if not isinstance(error, _ABSENT):
         raise error

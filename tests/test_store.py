@@ -307,6 +307,77 @@ def test_links_lead_to_what_was_moved_elsewhere(store: FileStore, tmp_path: Path
     assert raw_files(elsewhere) == {"6/x": b"1", "6/y": b"2"}, "deleted through a link"
 
 
+@pytest.fixture
+def linked(store: FileStore) -> Path:
+    """The root, with a link of each kind beside a directory `d`; and one in a list of its own."""
+    root = Path(store.location)
+    store.put("d/x", b"1")
+    links = {"dir": "d", "file": "d/x", "none": "nowhere", "loop": "loop", "past": "d/x/y"}
+    for name, target in links.items():
+        os.symlink(target, root / name)
+    return root
+
+
+@pytest.mark.parametrize("name", ["dir", "none", "loop", "past"])
+def test_a_tree_that_is_a_link_is_removed_itself(store: FileStore, linked: Path, name: str) -> None:
+    store.delete_tree(name)
+    assert not os.path.lexists(linked / name)
+    assert (linked / "d/x").read_bytes() == b"1"
+    store.delete_tree(name)
+
+
+def test_nothing_is_below_a_link_to_a_file(store: FileStore, linked: Path) -> None:
+    store.delete_tree("file")
+    assert store.read("file") == b"1"
+
+
+def test_links_that_lead_nowhere_hide_nothing_else(store: FileStore, linked: Path) -> None:
+    assert [e.name for e in store.list("")] == ["d", "dir", "file"]
+    store.delete("loop")
+    store.delete("none")
+    assert not {"loop", "none"} & set(os.listdir(linked))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store: store.delete_tree("loop/x"),
+        lambda store: store.delete("loop/x"),
+        lambda store: store.clear_temporaries("loop/x"),
+        lambda store: store.clear_temporaries("loop"),
+        lambda store: store.exists("loop/x"),
+        lambda store: store.list("loop"),
+        lambda store: store.list("loop/x"),
+        lambda store: store.read("loop/x"),
+        lambda store: store.read_log("loop/x"),
+        lambda store: store.read("loop"),
+        lambda store: store.open_image("loop/x"),
+        lambda store: store.move("loop/x", "e"),
+        lambda store: store.move("loop", "e"),
+        lambda store: store.move("d", "loop/x"),
+        lambda store: store.put("loop/x", b""),
+        lambda store: store.put_if_absent("loop/x", b""),
+        lambda store: store.append("loop/x", b""),
+        lambda store: store.write_image("loop/x/y", aligned(b"1")),
+    ],
+)
+def test_a_loop_of_links_is_no_absence(
+    store: FileStore, linked: Path, act: Callable[[FileStore], None]
+) -> None:
+    with pytest.raises(StoreFailed, match="symbolic links"):
+        act(store)
+    assert raw_files(linked / "d") == {"x": b"1"}
+
+
+@pytest.mark.parametrize("key", ["none/x", "none/x/y"])
+def test_writing_below_a_link_to_nothing_names_it(store: FileStore, linked: Path, key: str) -> None:
+    for act in (store.put, store.put_if_absent):
+        with pytest.raises(StoreFailed, match="none: wanted a directory, found a link to nowhere"):
+            act(key, b"")
+    assert not store.exists(key)
+    store.delete_tree(key)
+
+
 def test_a_pipe_holds_nobody_up(store: FileStore) -> None:
     store.put("a/x", b"")
     os.mkfifo(Path(store.location, "a/pipe"))
