@@ -187,7 +187,9 @@ class Keeper:
         """Attempts whose log may end within a line."""
         self._whole: set[int] = set()
         """Attempts whose log was looked at."""
-        self._queue: queue.SimpleQueue[_Line | str | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Line | str | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._work, name="ckpt-keeper", daemon=True)
         self._thread.start()
 
@@ -225,11 +227,9 @@ class Keeper:
         if begun is not None and self._writes:
             self._queue.put(_Line(begun.owner, noted))
 
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is done that was queued before; False when that takes too long."""
-        done = threading.Event()
-        self._queue.put(done)
-        return done.wait(timeout_s)
+    def settle(self, then: Callable[[], None]) -> None:
+        """Call `then`, from the thread of this, when all is done that was queued before."""
+        self._queue.put(then)
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -255,8 +255,8 @@ class Keeper:
             except BaseException as error:  # what is queued behind must not wait for ever
                 self._tell(Failed(None, "", error))
             for each in asked:
-                if isinstance(each, threading.Event):
-                    each.set()
+                if callable(each):
+                    each()
 
     # --- retention --------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from ckpt.lineage import Lineage, Reach, StepId
 from ckpt.retention import Best, Keep
 from ckpt.tiers import Durable, Local, Shared, patience_of
 
-VERSION = 1
+VERSION = 2
 Json = Any
 
 
@@ -90,6 +90,9 @@ class Flush:
 class Settle:
     """Say `Settled` when nothing is under way any more, be it a deletion."""
 
+    number: int = 0
+    """For the answer: one that comes late is none to whoever asks again."""
+
 
 @dataclass(frozen=True)
 class Close:
@@ -149,7 +152,9 @@ class Said:
 
 @dataclass(frozen=True)
 class Settled:
-    """The answer to `Settle`."""
+    """The answer to the `Settle` of the same number."""
+
+    number: int = 0
 
 
 ToWriter = Setup | Begin | Job | Abandon | Note | Flush | Settle | Close

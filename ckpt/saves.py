@@ -114,6 +114,8 @@ class Saves:
         self._lock = threading.RLock()
         """Of what reports change; reports come from threads of the writer."""
         self._settled = threading.Event()
+        self._settle = 0
+        """The number of the newest question whether nothing is under way."""
         self.plan: snapshot.SnapshotPlan | None = None
         """Of the newest snapshot."""
         self._writing: dict[StepId, Slot] = {}
@@ -225,8 +227,10 @@ class Saves:
         """Wait until nothing of the attempt is under way, be it a deletion."""
         self._background.wait(None)
         if self._backend is not None:
-            self._settled.clear()
-            self._backend.tell(Settle())
+            with self._lock:
+                self._settle += 1
+                self._settled.clear()
+            self._backend.tell(Settle(self._settle))
             if not self._settled.wait(self._timeout_s):
                 raise StoreFailed(
                     f"{self._location}: the writer has not come to rest within "
@@ -399,7 +403,9 @@ class Saves:
             case Said():
                 _log.log(report.level, "%s", report.text)
             case Settled():
-                self._settled.set()
+                with self._lock:
+                    if report.number == self._settle:
+                        self._settled.set()
 
     def _note_trouble(self, report: Trouble) -> None:
         self._progress.trouble(report)

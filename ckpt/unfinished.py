@@ -40,7 +40,7 @@ class Unfinished:
         """With the tiers that have not ended, and without a slot once it was released."""
         self._abandons: dict[StepId, Abandon] = {}
         self._notes: deque[Note] = deque(maxlen=_NOTES)
-        self._settles = 0
+        self._settles: list[int] = []
         self._has_to_flush = False
         self._troubles: set[str] = set()
 
@@ -61,7 +61,7 @@ class Unfinished:
             case Abandon():
                 self._abandons[message.id] = message
             case Settle():
-                self._settles += 1
+                self._settles.append(message.number)
             case Flush():
                 self._has_to_flush = True
             case Close():
@@ -89,7 +89,7 @@ class Unfinished:
             case Trouble():
                 (self._troubles.add if report.text else self._troubles.discard)(report.tier)
             case Settled():
-                self._settles = max(0, self._settles - 1)
+                self._settles = [each for each in self._settles if each != report.number]
         ended = {job.id for job in self._jobs if not job.tiers and job.slot is None}
         self._jobs = [job for job in self._jobs if job.tiers or job.slot is not None]
         for id in ended - {job.id for job in self._jobs}:
@@ -114,7 +114,7 @@ class Unfinished:
         self._notes.clear()
         if self._has_to_flush:
             messages.append(Flush())
-        messages += [Settle()] * self._settles
+        messages += map(Settle, self._settles)
         if self.closing:
             messages.append(Close())
         return messages
@@ -126,7 +126,7 @@ class Unfinished:
             reports += [Failed(job.id, tier, error) for tier in job.tiers]
             if job.slot is not None:
                 reports.append(Released(job.id, job.slot))
-        reports += [Settled()] * self._settles
-        self._jobs, self._settles = [], 0
+        reports += map(Settled, self._settles)
+        self._jobs, self._settles = [], []
         self._abandons.clear()
         return reports

@@ -51,7 +51,7 @@ from ckpt.tiers import Local, Shared, patience_of
 _log = logging.getLogger("ckpt")
 
 KEEPER_S = 60.0
-"""So long, and at least as long as the tiers are patient, what is to be deleted is waited for."""
+"""So long, and at least as long as the tiers are patient, deletions are waited for at the end."""
 
 
 FlushChoice = Callable[[Slots, Begin, Setup, Store], tuple[StepId, int] | None]
@@ -103,7 +103,8 @@ class Writer:
         self._swept: set[str] = set()
         self._begin: Begin | None = None
         self._abandoned: dict[StepId, Abandon] = {}
-        self._settles = 0
+        self._settles: list[int] = []
+        """Who is to hear that nothing is under way."""
         self._superseded: tuple[int, BaseException] | None = None
         """The newest attempt that is known not to own the run any more, and what told so."""
         self._lock = threading.Lock()
@@ -195,7 +196,7 @@ class Writer:
             case Flush():
                 self._flush()
             case Settle():
-                self._settles += 1
+                self._settles.append(message.number)
             case Close():
                 self._is_closing = True
             case Setup() | _Wake():
@@ -207,11 +208,17 @@ class Writer:
         for lane in self._lanes.values():
             lane.look()
         if self._settles and self._is_quiet():
-            if self._keeper is not None:
-                self._keeper.settle(self._patience_s())
-            while self._settles:
-                self._settles -= 1
-                self._report(Settled())
+            numbers, self._settles = self._settles, []
+
+            def settled() -> None:
+                for number in numbers:
+                    self._report(Settled(number))
+
+            # Not waited for: a deletion may hang, and what is to be flushed must be heard of.
+            if self._keeper is None:
+                settled()
+            else:
+                self._keeper.settle(settled)
 
     def _is_quiet(self) -> bool:
         """Is nothing under way but what was given up?"""
@@ -345,6 +352,9 @@ class Writer:
 
     def done(self, course: Course, tier: str, figures: Figures) -> None:
         """A lane has brought a job into its tier."""
+        if tier in self._stores:
+            for name in self._stores.keys() & self._lanes.keys():
+                self._lanes[name].answered()  # the home answers, without which none of them saves
         # Before it ends: nobody may think that all is settled while this is to be noted.
         if course.is_open(tier) and self._keeper is not None and self._keeps(tier):
             self._guarded(lambda keeper: keeper.saved(tier, course.id, figures))
@@ -368,8 +378,13 @@ class Writer:
 
     def make_room(self, course: Course, tier: str) -> None:
         """A tier is full."""
+
+        def clean(keeper: Keeping) -> None:
+            if keeper.lost(tier, course.id):
+                self._lanes[tier].answered()
+
         if self._keeps(tier):
-            self._guarded(lambda keeper: keeper.lost(tier, course.id))
+            self._guarded(clean)
 
     def trouble(self, report: Trouble) -> None:
         """A tier fails, or works again."""

@@ -94,6 +94,13 @@ def begun(watched: Watched, home: Any, places: Mapping[str, Any], **how: Any) ->
     return keeper
 
 
+def settled(keeper: Keeper, timeout_s: float = WAIT_S) -> bool:
+    """Wait until all is done that was queued before; False when that takes longer."""
+    done = threading.Event()
+    keeper.settle(done.set)
+    return done.wait(timeout_s)
+
+
 class Unreachable:
     """A store that can be down."""
 

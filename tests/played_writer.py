@@ -65,8 +65,8 @@ class Played:
                 case Note() as note:
                     self.write_down(f"note {note.event}")
                     self.stays |= note.event["event"] == "stay"
-                case Settle():
-                    self.tell_trainer(Settled())
+                case Settle() as settle:
+                    self.tell_trainer(Settled(settle.number))
                 case Job() as job:
                     self.work(job)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from kept_places import LINE, WAIT_S, Held, Unreachable, Watched, begun, events, one
+from kept_places import LINE, WAIT_S, Held, Unreachable, Watched, begun, events, one, settled
 
 import ckpt
 from ckpt import layout, log
@@ -67,7 +67,7 @@ def test_a_hanging_tier_does_not_hold_up_who_makes_room_in_another(
     assert full.there == {one(2)}
     assert keeper.lost("local", one(3)) == 0
     slow.gate.set()
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert sorted(events(home)) == [("delete", 1), ("delete", 1), ("save", 2)]
 
 
@@ -76,9 +76,9 @@ def test_settling_takes_no_longer_than_it_may(watched: Watched, home: FileStore)
     place.gate.clear()
     keeper = begun(watched, home, {"shared": place})
     keeper.saved("shared", one(2), {})
-    assert not keeper.settle(0.01)
+    assert not settled(keeper, 0.01)
     place.gate.set()
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(2)}
 
 
@@ -91,7 +91,7 @@ def test_a_save_costs_one_listing_and_reads_its_own_metrics_only(
         place.there.add(one(number))
         place.figures[one(number)] = {"loss": abs(number - 10)}
         keeper.saved("shared", one(number), {})
-        assert keeper.settle(WAIT_S)
+        assert settled(keeper)
     assert place.asked["steps"] == 20
     read = {name: count for name, count in place.asked.items() if name != "steps"}
     assert read == {f"metrics of {n}": 1 for n in range(1, 21)}
@@ -103,7 +103,7 @@ def test_without_rules_nothing_is_listed(watched: Watched, home: FileStore) -> N
     keeper = begun(watched, home, {"shared": place})
     keeper.saved("shared", one(1), {})
     assert keeper.lost("shared", one(2)) == 0
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.asked["steps"] == 0
 
 
@@ -116,12 +116,12 @@ def test_what_is_queued_or_pinned_stays(watched: Watched, home: FileStore) -> No
     home.put(layout.pin_name(one(3)), b"x")
     keeper = begun(watched, home, {"shared": place})
     keeper.saved("shared", one(4), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(2), one(3), one(4)}
     home.delete(layout.pin_name(one(3)))
     place.queued.clear()
     keeper.saved("shared", one(4), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(4)}
 
 
@@ -143,7 +143,7 @@ def test_a_step_whose_metrics_cannot_be_read_stays(
     monkeypatch.setattr(place, "metrics", metrics)
     keeper = begun(watched, home, {"shared": place})
     keeper.saved("shared", one(3), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(1), one(2), one(3)}
     assert any("keeps step 2" in text for text in watched.warnings)
 
@@ -163,7 +163,7 @@ def test_late_metrics_decide(watched: Watched, home: FileStore) -> None:
     keeper.note(log.measured(one(1), {"eval": 0.1}).to_json())
     keeper.note(log.measured(one(3), {"eval": 0.6}).to_json())
     keeper.saved("shared", StepId(5, 1, 2), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(2), StepId(5, 1, 2)}
     assert events(home, 2) == [
         *(("metrics", 1), ("metrics", 3), ("save", 5)),
@@ -172,7 +172,7 @@ def test_late_metrics_decide(watched: Watched, home: FileStore) -> None:
     place.there.add(StepId(6, 1, 2))
     keeper.note(log.measured(StepId(5, 1, 2), {"eval": 0.8}).to_json())
     keeper.saved("shared", StepId(6, 1, 2), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {StepId(5, 1, 2), StepId(6, 1, 2)}
 
 
@@ -184,13 +184,13 @@ def test_another_attempt_may_have_measured_meanwhile(watched: Watched, home: Fil
     keeper.note(log.measured(one(2), {"eval": 2}).to_json())
     place.queued = {one(1)}
     keeper.saved("shared", one(2), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     home.append(layout.log_name(2), log.emit(log.measured(one(1), {"eval": 1}).to_json()))
     place.there.add(StepId(3, 1, 3))
     place.queued.clear()
     keeper.begin(3, (Reach(3, 1, 2, None), Reach(1, 1, -1, 2)))
     keeper.saved("shared", StepId(3, 1, 3), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(1), StepId(3, 1, 3)}
 
 
@@ -204,14 +204,14 @@ def test_one_step_that_cannot_go_does_not_keep_the_others(
     place.fails[one(2)] = StoreFailed("not permitted")
     keeper = begun(watched, home, {"shared": place})
     keeper.saved("shared", one(4), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(2), one(4)}
     assert events(home)[-1] == ("retention failed", None)
     assert watched.failed == []
     assert any("retention of shared: not permitted" in text for text in watched.warnings)
     place.fails.clear()
     keeper.saved("shared", one(4), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(4)}
 
 
@@ -221,14 +221,14 @@ def test_who_is_superseded_is_told_once_and_stops(watched: Watched, home: FileSt
     keeper = begun(watched, home, {"shared": place})
     for _ in range(3):
         keeper.saved("shared", one(3), {})
-        assert keeper.settle(WAIT_S)
+        assert settled(keeper)
     assert [type(error) for error in watched.failed] == [Superseded]
     assert place.there == {one(1), one(2), one(3)}
     assert keeper.lost("shared", one(4)) == 0
     place.fails.clear()
     keeper.begin(2, (Reach(2, 1, 3, None), *LINE))
     keeper.saved("shared", one(3), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(3)}
 
 
@@ -242,11 +242,11 @@ def test_who_has_begun_anew_meanwhile_is_not_superseded(watched: Watched, home: 
     assert place.entered.wait(WAIT_S)
     keeper.begin(2, (Reach(2, 1, 2, None), *LINE))
     place.gate.set()
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert watched.failed == []
     place.fails.clear()
     keeper.saved("shared", one(2), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(2)}
 
 
@@ -260,7 +260,7 @@ def test_metrics_that_are_in_no_log_yet_decide(watched: Watched, home: FileStore
     keeper = begun(watched, ReadOnly(home), {"shared": place})
     keeper.note(log.measured(one(1), {"eval": 1}).to_json())
     keeper.saved("shared", one(3), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(1), one(3)}
 
 
@@ -271,11 +271,11 @@ def test_what_nobody_expects_is_told_and_the_thread_goes_on(
     place.fails[one(1)] = ZeroDivisionError("a bug")
     keeper = begun(watched, home, {"shared": place})
     keeper.saved("shared", one(2), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert [type(error) for error in watched.failed] == [ZeroDivisionError]
     place.fails.clear()
     keeper.saved("shared", one(2), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert place.there == {one(2)}
 
 
@@ -285,13 +285,13 @@ def test_lines_wait_for_a_home_that_is_down(watched: Watched, home: FileStore) -
     place.on_host = True
     keeper = begun(watched, store, {"local": place})
     keeper.saved("local", one(1), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     store.down = True
     keeper.note(log.trouble("shared", "nobody answers").to_json())
     for number in (2, 3):
         place.there |= {one(number - 1), one(number)}
         keeper.saved("local", one(number), {})
-        assert keeper.settle(WAIT_S)
+        assert settled(keeper)
     # The host does with the pins of before: its disk must not run full meanwhile.
     assert place.there == {one(3)}
     assert events(home) == [("save", 1)]
@@ -341,7 +341,7 @@ def test_a_torn_addition_is_made_good(watched: Watched, home: FileStore) -> None
     torn = [1]
     keeper = begun(watched, Tearing(home), {"shared": Held(Keep())})
     keeper.saved("shared", one(1), {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     torn.clear()
     keeper.saved("shared", one(2), {})
     keeper.close()

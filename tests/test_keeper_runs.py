@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty_store import Fault, FaultyStore
-from kept_places import WAIT_S, Watched, one
+from kept_places import Watched, one, settled
 
 import ckpt
 from ckpt import attempts, layout, log
@@ -82,7 +82,7 @@ def test_steps_of_a_run(
 ) -> None:
     keeper, newest = shared(watched, run, keep)
     keeper.saved("shared", newest, {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert names(run) == left
     assert watched.failed == watched.warnings == []
     assert list(run.rglob("*-deleted")) == []
@@ -101,7 +101,7 @@ def test_a_newer_attempt_keeps_its_steps(watched: Watched, run: Path) -> None:
     assert ckpt.rewind(run, 4, branch=1) == StepId(4, 1, 1)
     before = names(run)
     keeper.saved("shared", newest, {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert names(run) == before
     (error,) = watched.failed
     assert isinstance(error, Superseded)
@@ -118,7 +118,7 @@ def test_a_further_tier_asks_the_home_who_owns_the_run(
     keeper, newest = shared(watched, run, Keep(last=1, branches=0), mirror)
     ckpt.rewind(run, 4, branch=1)  # only the home knows
     keeper.saved("shared", newest, {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert names(tmp_path / "mirror") == names(run)
     assert [type(error) for error in watched.failed] == [Superseded]
 
@@ -129,13 +129,13 @@ def test_half_a_deletion_is_finished_by_the_next_look(watched: Watched, run: Pat
     store = FaultyStore(FileStore(run), [Fault(3, "fail")])
     keeper, newest = shared(watched, run, Keep(last=2), store)
     keeper.saved("shared", newest, {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert store.operations[2].startswith("delete_tree"), store.operations
     left = [path.name for path in run.rglob("*-deleted")]
     assert len(left) == 1, left
     assert any("wanted to fail" in text for text in watched.warnings)
     keeper.saved("shared", newest, {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert [path.name for path in run.rglob("*-deleted")] == []
     assert names(run) == [(1, 3), (1, 4), (2, 4), (2, 5)]
 
@@ -157,7 +157,7 @@ def test_images_of_a_host(watched: Watched, run: Path, tmp_path: Path) -> None:
     assert listing.head is not None
     keeper.begin(listing.head.attempt, listing.lineage)
     keeper.saved("local", listing.counting[-1], {})
-    assert keeper.settle(WAIT_S)
+    assert settled(keeper)
     assert watched.warnings == []
     left = {(found.id.branch, found.id.step) for found in images.list()}
     assert left == {(1, 1), (2, 3), (2, 5)}

@@ -42,12 +42,14 @@ def test_the_ledger_knows_what_is_left() -> None:
     assert left.again() == [*again, Note({"event": "kept"})]
     left.heard(Done(two, "shared"))
     assert left.at_death() == [Released(two, 1)], "its reports were cut short"
-    left.told(Settle())
+    left.told(Settle(1))
+    left.told(Settle(2))
+    left.heard(Settled(1))
     left.told(Flush())
     left.told(Close())
-    assert left.again() == [*again[:2], Flush(), Settle(), Close()]
+    assert left.again() == [*again[:2], Flush(), Settle(2), Close()]
     error = StoreFailed("no writer")
-    assert left.failed(error) == [Failed(one, "shared", error), Settled()]
+    assert left.failed(error) == [Failed(one, "shared", error), Settled(2)]
     assert (left.jobs, left.again()) == (0, [begin, Flush(), Close()])
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
 from writer_runs import (
     Notes,
     Start,
+    eventually,
     fill,
     quick,
     start,
 )
 
+import ckpt
 from ckpt.errors import (
     StoreFailed,
 )
@@ -22,6 +26,8 @@ from ckpt.messages import (
     Flush,
     Note,
     Said,
+    Settle,
+    Settled,
 )
 
 __all__ = ["quick", "start"]  # fixtures
@@ -107,3 +113,52 @@ def test_a_choice_that_fails_or_hangs_is_told(start: Start) -> None:
     assert "no network" in first
     assert "not known in 0.2 s" in second
     hung[0].set()
+
+
+def test_a_deletion_that_hangs_holds_up_no_flush(start: Start) -> None:
+    """Who settles is not told either, until it is through."""
+
+    class Hanging(Notes):
+        def settle(self, then: Any) -> None:
+            hung.append(then)
+
+    hung: list[Any] = []
+    play = start(keeper=Hanging())
+    play.save(1)
+    play.done(1, "shared")
+    play.writer.tell(Settle(7))
+    eventually(lambda: hung)
+    slot = fill(play.arena, play.id(2))
+    play.writer.tell(Flush())
+    play.done(2, "shared")
+    assert not play.of(Settled)
+    hung[0]()
+    assert play.of(Settled) == [Settled(7)]
+    slot.release()
+
+
+def test_an_answer_that_comes_late_is_none_to_who_asks_again(tmp_path: Path) -> None:
+    class Mute:
+        is_alive = True
+
+        def __init__(self) -> None:
+            self.asked: list[Settle] = []
+
+        def tell(self, message: Any) -> None:
+            if isinstance(message, Settle):
+                self.asked.append(message)
+                if len(self.asked) > 1:
+                    saves._report(Settled(self.asked[len(self.asked) - 2].number))
+
+    with ckpt.CheckpointManager(tmp_path / "run", arena=tmp_path / "arena", writer="thread") as m:
+        m.resume({})
+        saves, mute = m._saves, Mute()
+        saves._timeout_s = 0.01
+        backend, saves._backend = saves._backend, mute  # type: ignore[assignment]
+        try:
+            for _ in range(3):
+                with pytest.raises(StoreFailed, match="not come to rest"):
+                    saves.settle()
+        finally:
+            saves._backend = backend
+        assert len(mute.asked) == 3

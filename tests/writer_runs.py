@@ -309,9 +309,9 @@ class Notes:
     def note(self, event: Mapping[str, Any]) -> None:
         self.heard.append(("note", event["event"]))
 
-    def settle(self, timeout_s: float | None = None) -> bool:
+    def settle(self, then: Callable[[], None]) -> None:
         self.heard.append(("settle",))
-        return True
+        then()
 
     def close(self) -> None:
         self.heard.append(("close",))
