@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ckpt import messages
 from ckpt.errors import Damaged
 from ckpt.lines import Lines
 from ckpt.messages import Message, Ready, Report, Setup
+from ckpt.store import absolute_location
 from ckpt.writer_process import GRACE_OVER, NO_MESSAGE, OTHER_RELEASE
 
 MODULE = "ckpt.writer_process"
@@ -107,25 +107,10 @@ _REASONS = {
 }
 
 
-class _Located(Protocol):
-    @property
-    def location(self) -> str | os.PathLike[str]: ...
-
-
 def absolute(setup: Setup) -> Setup:
     """The writer has a working directory of its own."""
     tiers = {
-        name: replace(tier, location=_absolute_location(tier)) for name, tier in setup.tiers.items()
+        name: replace(tier, location=absolute_location(tier.location))
+        for name, tier in setup.tiers.items()
     }
     return replace(setup, tiers=tiers, arena=os.path.abspath(setup.arena))
-
-
-def _absolute_location(tier: _Located) -> str:
-    text = os.fspath(tier.location)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    elif "://" in text:
-        return text
-    else:
-        text = os.path.expanduser(text)
-    return os.path.abspath(text)

@@ -28,7 +28,7 @@ from ckpt.image import Header, decode
 from ckpt.lineage import StepId
 from ckpt.open_images import FileImage, ImageReader
 from ckpt.slots import step_of
-from ckpt.store import check_location
+from ckpt.store import absolute_location
 from ckpt.windows import Source, size_of
 
 # For `fullmatch`, and ASCII digits only.
@@ -54,11 +54,9 @@ class LocalImages:
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str, index: int) -> None:
-        text = check_location(location)
-        text = text.removeprefix("file://") if "://" in text else os.path.expanduser(text)
         self.index = index
         self.directory = Path(
-            os.path.abspath(text), f"{xxhash.xxh3_64_hexdigest(os.fsencode(run))}-p{index}"
+            absolute_location(location), f"{xxhash.xxh3_64_hexdigest(os.fsencode(run))}-p{index}"
         )
 
     def __repr__(self) -> str:

@@ -200,7 +200,7 @@ class Saves:
                 tier,
                 location=self._stores[name].location
                 if name in self._stores
-                else os.path.abspath(os.path.expanduser(tier.location)),
+                else str(self.locals[name].directory.parent),  # where it is read, wherever we are
                 patience_s=patience_of(tier),
             )
             for name, tier in self._tiers.durable.items()

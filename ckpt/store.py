@@ -207,10 +207,8 @@ def open_store(location: str | os.PathLike[str]) -> Store:
     Raises:
         Misuse: no text, no path, a URL scheme that is not known, or no bucket.
     """
-    text = check_location(location)
-    if text.startswith("file://"):
-        text = text[len("file://") :]
-    elif "://" in text:
+    text = absolute_location(location)
+    if "://" in text:
         scheme = text.split("://", 1)[0]
         if scheme not in ("s3", "gs"):
             raise Misuse(
@@ -221,11 +219,25 @@ def open_store(location: str | os.PathLike[str]) -> Store:
         from ckpt.store_kv import open_bucket
 
         return open_bucket(text)
-    else:
-        text = os.path.expanduser(text)
-    if not text:
-        raise Misuse(f"location {os.fspath(location)!r}: wanted a path; '.' is this directory")
     return FileStore(text)
+
+
+def absolute_location(location: Any) -> str:
+    """The absolute path that a path or a `file://` URL means; other URLs as they are.
+
+    Raises:
+        Misuse: no text, or no path.
+    """
+    text = check_location(location)
+    if text.startswith("file://"):
+        path = text.removeprefix("file://")
+    elif "://" in text:
+        return text
+    else:
+        path = os.path.expanduser(text)
+    if not path:
+        raise Misuse(f"location {text!r}: wanted a path; '.' is this directory")
+    return os.path.abspath(path)
 
 
 def check_location(location: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ckpt.arguments import must_be, shown, whole_number
 from ckpt.errors import Misuse
 from ckpt.retention import Keep
-from ckpt.store import check_location
+from ckpt.store import absolute_location
 
 PATIENCE_S = 600.0
 """How long a store may fail before the saves to it do."""
@@ -58,7 +58,7 @@ class Local:
 
     def __post_init__(self) -> None:
         _check(self, "Local")
-        if "://" in (text := check_location(self.location)) and not text.startswith("file://"):
+        if "://" in (text := absolute_location(self.location)):
             raise Misuse(f"Local({text!r}): wanted a path; Shared is the tier for buckets")
 
 
@@ -91,7 +91,7 @@ Durable = Local | Shared
 
 
 def _check(tier: Durable, kind: str) -> None:
-    check_location(tier.location)
+    absolute_location(tier.location)
     whole_number(tier.every, f"{kind}: every")
     must_be(tier.keep, Keep, f"{kind}: keep", "ckpt.Keep(...), such as Keep(last=3)")
     patience_s = tier.patience_s
@@ -144,10 +144,10 @@ class Tiers:
             number = sum(type(other) is type(tier) for other in found.values()) + 1
             name = kind if number == 1 else f"{kind}-{number}"
             if not isinstance(tier, Memory):
-                text = os.fspath(tier.location)
-                place = text if "://" in text else os.path.realpath(os.path.expanduser(text))
+                place = absolute_location(tier.location)
+                place = place if "://" in place else os.path.realpath(place)
                 if place in places:
-                    raise Misuse(f"CheckpointManager: {places[place]} and {name} are both {text}")
+                    raise Misuse(f"CheckpointManager: {places[place]} and {name} are both {place}")
                 places[place] = name
             found[name] = tier
         return cls(found)

@@ -53,6 +53,36 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
+def test_a_local_tier_is_written_where_it_is_read(
+    place: Place, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    """Given as a URL, as a path from the home directory, and from a directory that is left."""
+    monkeypatch.setenv("HOME", str(place.root))
+    for name in ("there", "elsewhere"):
+        (place.root / name).mkdir()
+    for number, location in enumerate((f"file://{place.root}/local-0", "~/local-1", "local-2")):
+        monkeypatch.chdir(place.root / "there")
+        tiers = ckpt.Local(location), ckpt.Shared(f"file://{place.root}/run-{number}", every=9)
+        with place.manager(*tiers, writer=writer) as manager:
+            monkeypatch.chdir(place.root / "elsewhere")
+            manager.resume()
+            pending = manager.save(1, state_of(1))
+            assert pending is not None
+            pending.wait("local")
+            where = place.root / ("there/local-2" if number == 2 else f"local-{number}")
+            assert len(list(where.rglob("*.image"))) == 1, location
+    assert not list((place.root / "elsewhere").iterdir())
+    assert {path.name for path in (place.root / "there").iterdir()} == {"local-2"}
+
+
+def test_one_place_in_two_ways_is_one_place(place: Place) -> None:
+    with pytest.raises(ckpt.Misuse, match="are both"):
+        Tiers.of([ckpt.Local(place.root / "a"), ckpt.Shared(f"file://{place.root}/a")])
+    for tier in (ckpt.Local, ckpt.Shared):
+        with pytest.raises(ckpt.Misuse, match="wanted a path"):
+            tier("file://")
+
+
 @pytest.fixture(params=["thread", "process"])
 def writer(request: pytest.FixtureRequest) -> str:
     return str(request.param)
