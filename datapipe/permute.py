@@ -26,9 +26,15 @@ LIMIT: Final = 1 << 62
 
 _BLOCK: Final = 1 << 15  # indices at a time: the scratch stays in the caches
 _U64: Final = (1 << 64) - 1
-_Key = tuple[int, np.uint32, np.uint32]  # of a round: the half that changes, two key words
-_MUL_A: Final = np.uint32(0x7FEB352D)  # the multipliers of Ettinger and Wellons' lowbias32
-_MUL_B: Final = np.uint32(0x846CA68B)
+# Operands are arrays of no dimension: scalars take NumPy longer, and walks end in tiny arrays.
+_Word = NDArray[np.uint32]
+_Key = tuple[int, _Word, _Word]  # of a round: the half that changes, two key words
+_MUL_A: Final = np.array(
+    0x7FEB352D, np.uint32
+)  # the multipliers of Ettinger and Wellons' lowbias32
+_MUL_B: Final = np.array(0x846CA68B, np.uint32)
+_DOWN_15: Final = np.array(15, np.uint32)
+_DOWN_16: Final = np.array(16, np.uint32)
 
 
 def mix(*words: int) -> int:
@@ -113,7 +119,7 @@ class Permutation:
         rounds = 6 if (self.n - 1).bit_length() >= 16 else 24
         words = [mix(key, round_) for round_ in range(rounds)]
         return tuple(
-            (round_ % 2, np.uint32(word & 0xFFFFFFFF), np.uint32(word >> 32))
+            (round_ % 2, np.array(word & 0xFFFFFFFF, np.uint32), np.array(word >> 32, np.uint32))
             for round_, word in enumerate(words)
         )
 
@@ -135,7 +141,7 @@ def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:
     if given.size and given.dtype.kind not in "iu":
         raise Misuse(f"indices must be integers, found dtype {given.dtype}")
     values = np.array(given, dtype=np.int64, order="C", copy=True)
-    if values.size and (values.min() < 0 or values.max() >= n):
+    if values.size and values.view(np.uint64).max() >= n:  # a negative one is above 2^63
         raise Misuse(f"index {given[(values < 0) | (values >= n)][0]} is outside [0, {n})")
     return values
 
@@ -151,39 +157,42 @@ def walk(values: NDArray[np.int64], n: int, once: Callable[[NDArray[np.int64]], 
         again = values[outside]
         once(again)
         values[outside] = again
-        outside = outside[again >= n]
+        # By places, not by a mask: half of the answers are yes, which no branch prediction learns.
+        outside = outside[np.flatnonzero(again >= n)]
 
 
 def _feistel(values: NDArray[np.int64], bits: int, keys: Sequence[_Key]) -> None:
     """All rounds, in place; the high half has bits // 2 bits, the low one the rest."""
-    for start in range(0, values.size, _BLOCK):
-        _feistel_block(values[start : start + _BLOCK], bits, keys)
+    blocks = max(1, round(values.size / _BLOCK))  # none of them short: each costs its calls
+    size = -(-values.size // blocks)
+    for start in range(0, values.size, size or 1):
+        _feistel_block(values[start : start + size], bits, keys)
 
 
 def _feistel_block(values: NDArray[np.int64], bits: int, keys: Sequence[_Key]) -> None:
     high_bits = bits // 2
     low_bits = bits - high_bits
-    widths = (high_bits, low_bits)
+    downs = tuple(np.array(32 - width, np.uint32) for width in (high_bits, low_bits))
     halves = (
         (values >> low_bits).astype(np.uint32),
         (values & ((1 << low_bits) - 1)).astype(np.uint32),
     )
     h, t = np.empty((2, values.size), np.uint32)
     for changes, key_a, key_b in keys:
-        if widths[changes] == 0:
-            continue
-        np.bitwise_xor(halves[1 - changes], key_a, out=h)
-        np.multiply(h, _MUL_A, out=h)
-        np.right_shift(h, np.uint32(15), out=t)
-        np.bitwise_xor(h, t, out=h)
-        np.add(h, key_b, out=h)
-        np.multiply(h, _MUL_B, out=h)
-        np.right_shift(h, np.uint32(16), out=t)
-        np.bitwise_xor(h, t, out=h)
-        np.multiply(h, _MUL_A, out=h)
+        if downs[changes] == 32:
+            continue  # a half without bits
+        np.bitwise_xor(halves[1 - changes], key_a, h)
+        np.multiply(h, _MUL_A, h)
+        np.right_shift(h, _DOWN_15, t)
+        np.bitwise_xor(h, t, h)
+        np.add(h, key_b, h)
+        np.multiply(h, _MUL_B, h)
+        np.right_shift(h, _DOWN_16, t)
+        np.bitwise_xor(h, t, h)
+        np.multiply(h, _MUL_A, h)
         # The high bits of a product depend on all bits of its factor.
-        np.right_shift(h, np.uint32(32 - widths[changes]), out=h)
-        np.bitwise_xor(halves[changes], h, out=halves[changes])
+        np.right_shift(h, downs[changes], h)
+        np.bitwise_xor(halves[changes], h, halves[changes])
     values[...] = halves[0]
     values <<= low_bits
     values |= halves[1]
