@@ -43,6 +43,8 @@ class Course:
         """How it ended in Local tiers."""
         self._late: set[str] = set()
         """Local tiers that others do not wait for."""
+        self._woken: set[str] = set()
+        """Tiers that are not to wait any longer before the next try."""
         self._abandoned: BaseException | None = None
         self._superseded: BaseException | None = None
 
@@ -145,10 +147,19 @@ class Course:
             raise error
 
     def pause(self, tier: str, pause_s: float) -> None:
-        """Wait, and raise at once what stops it in this tier."""
+        """Wait, no longer than until `wake`, and raise at once what stops it in this tier."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop(tier) is not None, pause_s)
+            self._changed.wait_for(
+                lambda: tier in self._woken or self._stop(tier) is not None, pause_s
+            )
+            self._woken.discard(tier)
         self.check(tier)
+
+    def wake(self, tier: str) -> None:
+        """End the pause of a tier, or the next one if there is none: once."""
+        with self._changed:
+            self._woken.add(tier)
+            self._changed.notify_all()
 
     def _stop(self, tier: str) -> BaseException | None:
         if self._superseded is not None or tier in self._local:

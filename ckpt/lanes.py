@@ -89,12 +89,19 @@ class Lane:
         self._thread.start()
 
     def submit(self, course: Course) -> None:
-        """Queue a job."""
+        """Queue a job. One that waits for the store is tried at once: it may be back."""
         with self._lock:
+            self.answered()
             self._waiting.append(course)
             if self._since_s is not None:
                 course.hold_up_none(self.tier)
             self._lock.notify_all()
+
+    def answered(self) -> None:
+        """What this tier needs has answered somebody else: a job that waits is tried at once."""
+        with self._lock:
+            if self._current is not None:
+                self._current.wake(self.tier)
 
     def end(self) -> None:
         """End the thread behind what is queued, without waiting for one that is stuck."""
