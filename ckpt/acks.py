@@ -28,7 +28,6 @@ _LONGEST_PAUSE_S = 0.5
 class _Awaited:
     id: StepId
     tier: str
-    pending: Pending
     end: float
     """Monotonic; when the others are given up."""
 
@@ -40,8 +39,8 @@ class Acks:
     Args:
         shared: names of the Shared tiers.
         reached: told when a tier has a step.
-        missed: told when a tier will not have a step, why, and whether a Pending tells of it: there
-            is none of a flush.
+        missed: told when a tier will not have a step, why, and whether a Pending has told of it or
+            does now: there is none of a flush.
         given_up: told, on process 0, that another process will never do its share of a step.
         timeout_s: how long the others may take after this process, beside what `extra_s` says of
             the tier.
@@ -64,6 +63,7 @@ class Acks:
         self._timeout_s, self._extra_s = timeout_s, extra_s
         self._lock = threading.Condition()
         self._pendings: dict[StepId, Pending] = {}
+        self._failed: set[tuple[StepId, str]] = set()
         self._awaited: list[_Awaited] = []
         self._watched: set[StepId] = set()  # on process 0: until all parts can only be there
         self._looking = False
@@ -79,7 +79,6 @@ class Acks:
 
     def done(self, step: StepId, tier: str) -> None:
         """This process has done its share, for a Shared tier on process 0: published the step."""
-        pending = self._pendings.get(step)
         if self._processes.count == 1:
             self._reached(step, tier)
             self._finish(step, tier, None)
@@ -90,11 +89,10 @@ class Acks:
             except PeerFailed as error:
                 self._finish(step, tier, error)
                 return
-        if pending is not None:
-            end = time.monotonic() + 2 * self._timeout_s + self._extra_s(tier)
-            with self._lock:
-                self._awaited.append(_Awaited(step, tier, pending, end))
-                self._look()
+        end = time.monotonic() + 2 * self._timeout_s + self._extra_s(tier)
+        with self._lock:
+            self._awaited.append(_Awaited(step, tier, end))
+            self._look()
 
     def failed(self, step: StepId, tier: str, error: BaseException) -> None:
         """This process cannot do its share, or the run cannot have it."""
@@ -102,6 +100,11 @@ class Acks:
         decided = tier in self._shared and self._processes.index == 0
         self._of_tier(step, tier).fail(error, decided=decided)
         self._finish(step, tier, error)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the others have done their share of all of which this process has."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._awaited, timeout_s)
 
     def _put_up(self, step: StepId, tier: str) -> None:
         with self._lock:
@@ -112,8 +115,11 @@ class Acks:
     def _finish(self, step: StepId, tier: str, error: BaseException | None) -> None:
         with self._lock:
             pending = self._pendings.get(step)
-        is_told = pending is not None and tier in pending.tiers
         if error is not None:  # before somebody who waits goes on
+            is_told = (step, tier) in self._failed or (
+                pending is not None and tier in pending.tiers
+            )
+            self._failed.add((step, tier))
             self._missed(step, tier, error, is_told)
         if pending is None:
             return
@@ -145,6 +151,7 @@ class Acks:
             moved = [each for each in awaited if self._has_ended(each)]
             with self._lock:
                 self._awaited = [each for each in self._awaited if each not in moved]
+                self._lock.notify_all()
             for step in watched:
                 self._watch(step)
             pause_s = _FIRST_PAUSE_S if moved else min(1.5 * pause_s, _LONGEST_PAUSE_S)
@@ -200,8 +207,8 @@ class Acks:
 
     def _raise_failure(self, step: StepId, tier: str) -> None:
         """A later step may have been brought there all the same."""
-        if found := self._processes.below(f"{matter_of(step)}/{tier}/failed"):
-            del found
+        found = self._processes.below(f"{matter_of(step)}/{tier}/failed")
+        if any(int(process) != self._processes.index for process in found):
             self._of_tier(step, tier).check()
 
     def _watch(self, step: StepId) -> None:

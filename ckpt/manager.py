@@ -135,7 +135,8 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._close("it closed its manager" if kind is None else f"it raised {kind.__name__}")
+            why = "it closed its manager" if kind is None else f"it raised {kind.__name__}"
+            self._close(why, in_order=kind is None)
         except CheckpointError:
             if kind is None:
                 raise
@@ -428,7 +429,7 @@ class CheckpointManager:
                 here = all(matter.gather("room", here))
         if not here:
             self._saves.skipped += 1
-            self._saves.note({"event": "skipped", "step": step})
+            self._saves.note(log.skipped(step).to_json())
             _log.warning("%s: step %d is not saved: no slot is free", self.location, step)
         return here
 
@@ -535,15 +536,15 @@ class CheckpointManager:
         What is only in memory goes to the durable tiers; if they will not have it, the arena stays
         for the next start on this host.
         """
-        self._close("it closed its manager")
+        self._close("it closed its manager", in_order=True)
 
     @_one_at_a_time
-    def _close(self, why: str) -> None:
+    def _close(self, why: str, *, in_order: bool) -> None:
         if self._ended:
             return
         self._closed = True
         # Interrupted here, it is closed to its user, and another call goes on with the rest.
-        self._saves.close()
+        self._saves.close(in_order=in_order)
         try:
             if self._calls:
                 self.processes.leave(why)
@@ -601,7 +602,7 @@ def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
     manager = reference()
     if manager is not None and not manager._ended:
         try:
-            manager.close()
+            manager._close("its interpreter ended", in_order=False)
         except Exception:
             _log.exception("%s: a save failed and nobody asked for it", manager.location)
 

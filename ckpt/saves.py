@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, final
 from ckpt import flush, log, signals, snapshot
 from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
-from ckpt.errors import CheckpointError, PeerFailed, StoreFailed, Superseded
+from ckpt.errors import CheckpointError, Damaged, PeerFailed, StoreFailed, Superseded
 from ckpt.imaged import MEMORY, Hosted, HostImage, host_images
 from ckpt.in_memory import InMemory
 from ckpt.lineage import StepId, counting
@@ -114,13 +114,13 @@ class Saves:
         self._lock = threading.RLock()
         """Of what reports change; reports come from threads of the writer."""
         self._settled = threading.Event()
-        self._settle = 0
-        """The number of the newest question whether nothing is under way."""
         self.plan: snapshot.SnapshotPlan | None = None
         """Of the newest snapshot."""
-        self._writing: dict[StepId, Slot] = {}
+        self._writing: dict[tuple[StepId, int], Slot] = {}
+        """A step may be brought out from two slots, one after the other."""
         self._refused: set[StepId] = set()
-        """Steps that cannot be, whatever the stores do: their images are none of a step."""
+        """Steps that cannot be, whatever the stores do: the images of the processes do not belong
+        together. What else fails in one tier says nothing of an image in another one."""
         self._in_memory = InMemory(tiers.kept_in_memory)
         self._progress = Progress(tiers)
         self._writer_pid: int | None = None
@@ -200,7 +200,7 @@ class Saves:
                 tier,
                 location=self._stores[name].location
                 if name in self._stores
-                else str(self.locals[name].directory.parent),  # where it is read, wherever we are
+                else os.path.abspath(os.path.expanduser(tier.location)),
                 patience_s=patience_of(tier),
             )
             for name, tier in self._tiers.durable.items()
@@ -227,10 +227,8 @@ class Saves:
         """Wait until nothing of the attempt is under way, be it a deletion."""
         self._background.wait(None)
         if self._backend is not None:
-            with self._lock:
-                self._settle += 1
-                self._settled.clear()
-            self._backend.tell(Settle(self._settle))
+            self._settled.clear()
+            self._backend.tell(Settle())
             if not self._settled.wait(self._timeout_s):
                 raise StoreFailed(
                     f"{self._location}: the writer has not come to rest within "
@@ -273,7 +271,7 @@ class Saves:
         assert self._backend is not None
         if slot is not None:
             with self._lock:
-                self._writing[id] = slot
+                self._writing[id, slot.number] = slot
         number = None if slot is None else slot.number
         self._backend.tell(Job(id, tuple(durable), number, figures))
 
@@ -385,7 +383,7 @@ class Saves:
                 self._starts += 1
             case Released():
                 with self._lock:
-                    slot = self._writing.pop(report.id, None)
+                    slot = self._writing.pop((report.id, report.slot), None)
                 if slot is not None:
                     slot.release()
             case Done():
@@ -393,8 +391,6 @@ class Saves:
             case Failed(id=None):
                 self._background.unheard.append(report.error)
             case Failed(id=StepId() as id):
-                if not isinstance(report.error, StoreFailed):
-                    self._refused.add(id)
                 if isinstance(report.error, StoreFailed | PeerFailed):
                     self._progress.failed(id)
                 self._acks.failed(id, report.tier, report.error)
@@ -403,9 +399,7 @@ class Saves:
             case Said():
                 _log.log(report.level, "%s", report.text)
             case Settled():
-                with self._lock:
-                    if report.number == self._settle:
-                        self._settled.set()
+                self._settled.set()
 
     def _note_trouble(self, report: Trouble) -> None:
         self._progress.trouble(report)
@@ -429,6 +423,8 @@ class Saves:
         """A tier will not have a step."""
         if tier == MEMORY:
             self._in_memory.missed(id)
+        if self._processes.count > 1 and tier in self._tiers.shared and isinstance(error, Damaged):
+            self._refused.add(id)
         news = not isinstance(error, Superseded) or self._background.superseded() is None
         if not is_told and news:
             self._background.unheard.append(error)
@@ -461,15 +457,33 @@ class Saves:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Finish everything; the newest snapshot goes to the durable tiers. Idempotent."""
+    def close(self, *, in_order: bool) -> None:
+        """Finish everything; the newest snapshot goes to the durable tiers. Idempotent.
+
+        Args:
+            in_order: the other processes can be expected to close, too.
+        """
         if self._backend is not None:
             if self._tiers.memory is not None:
+                self._meet(in_order=in_order)
                 self._backend.tell(Flush())
             self._backend.close()
+            if in_order:
+                self._acks.settle(GRACE_S)  # of what was flushed
         if self._signals is not None:
             self._signals.put_back()
             self._signals = None
+
+    def _meet(self, *, in_order: bool) -> None:
+        """All flush at one time: their writers do not wait long to hear what the others hold."""
+        closing = self._processes.matter("close", self._timeout_s)
+        if not in_order:
+            closing.fail(CheckpointError("it does not wait for the others"))
+            return
+        try:
+            closing.gather("ready", True)
+        except CheckpointError as error:
+            _log.warning("%s: closing without the others: %s", self._location, error)
 
     def free_arena(self) -> None:
         """After `close`. What reached no durable tier stays for the next start."""

@@ -123,7 +123,7 @@ class Run:
 
 def abandon(manager: CheckpointManager) -> None:
     """Leave a manager as a killed process does: only the kernel drops its lock."""
-    manager._saves.close()
+    manager._saves.close(in_order=True)
     if manager._saves.arena is not None:
         manager._saves.arena.close(remove=False)
     manager._closed = manager._ended = True

@@ -118,7 +118,7 @@ Act = Callable[[ckpt.CheckpointManager], None]
 
 def abandon(m: ckpt.CheckpointManager) -> None:
     """Leave a manager as a killed process does."""
-    m._saves.close()
+    m._saves.close(in_order=True)
     if m._saves.arena is not None:
         m._saves.arena.close(remove=True)
     m._closed = m._ended = True

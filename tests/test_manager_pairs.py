@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,65 @@ def test_what_did_not_reach_all_memories_goes_with_the_attempt(
 
     pair.play(act)
     assert pair.steps == [2, 4]
+
+
+def test_what_is_in_memory_only_is_brought_out_though_one_closes_late(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.saves.GRACE_S", 0.4)  # their writers wait for half as long
+
+    def act(member: Member) -> None:
+        m = pair.manager(member, ckpt.Memory(), ckpt.Shared(pair.root / "run", every=100))
+        m.resume()
+        m.save(7, state_of(7)).wait(timeout=60)  # type: ignore[union-attr]
+        if member.index == 1:
+            time.sleep(1.5)
+        m.close()
+
+    pair.play(act)
+    assert pair.steps == [7]
+    assert list((pair.root / "arena").glob("*")) == []
+
+
+def test_who_closes_after_an_error_is_not_waited_for(pair: Pair) -> None:
+    def act(member: Member) -> None:
+        m = pair.manager(member, ckpt.Memory(), ckpt.Shared(pair.root / "run", every=100))
+        m.resume()
+        m.save(7, state_of(7)).wait(timeout=60)  # type: ignore[union-attr]
+        if member.index == 0:
+            m.close()
+            return
+        with pytest.raises(ZeroDivisionError), m:
+            raise ZeroDivisionError
+
+    pair.play(act)
+    assert pair.steps == [7]
+
+
+def test_a_step_that_cannot_be_is_forgotten_but_not_what_one_tier_fails(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images that do not belong together are none of a step; others can be gone on from."""
+
+    def act(member: Member) -> list[int]:
+        tiers = (ckpt.Memory(), ckpt.Shared(pair.root / "run"))
+        with pair.manager(member, *tiers, timeout_s=10) as m:
+            m.resume()
+            tree = {**state_of(1), "host": np.zeros(3 + member.index)}
+            with pytest.raises(ckpt.Damaged):
+                m.save(1, tree).wait(timeout=60)  # type: ignore[union-attr]
+            pair.meeting.wait()
+            with monkeypatch.context() as patch:
+                if member.index == 0:
+                    patch.setattr("ckpt.commit.publish", _not_now)
+                pair.meeting.wait()
+                with pytest.raises(ckpt.CheckpointError, match="not now"):
+                    m.save(2, state_of(2)).wait(timeout=60)  # type: ignore[union-attr]
+                pair.meeting.wait()
+            return sorted(image.id.step for image in m._saves.host_images().images)
+
+    assert pair.play(act) == [[2], [2]]
+
+
+def _not_now(*_: Any, **__: Any) -> None:
+    raise ckpt.AlreadyExists("not now")
