@@ -114,6 +114,8 @@ class Saves:
         self._lock = threading.RLock()
         """Of what reports change; reports come from threads of the writer."""
         self._settled = threading.Event()
+        self._settle = 0
+        """The number of the newest question whether nothing is under way."""
         self.plan: snapshot.SnapshotPlan | None = None
         """Of the newest snapshot."""
         self._writing: dict[tuple[StepId, int], Slot] = {}
@@ -200,7 +202,7 @@ class Saves:
                 tier,
                 location=self._stores[name].location
                 if name in self._stores
-                else os.path.abspath(os.path.expanduser(tier.location)),
+                else str(self.locals[name].directory.parent),  # where it is read, wherever we are
                 patience_s=patience_of(tier),
             )
             for name, tier in self._tiers.durable.items()
@@ -227,8 +229,10 @@ class Saves:
         """Wait until nothing of the attempt is under way, be it a deletion."""
         self._background.wait(None)
         if self._backend is not None:
-            self._settled.clear()
-            self._backend.tell(Settle())
+            with self._lock:
+                self._settle += 1
+                self._settled.clear()
+            self._backend.tell(Settle(self._settle))
             if not self._settled.wait(self._timeout_s):
                 raise StoreFailed(
                     f"{self._location}: the writer has not come to rest within "
@@ -399,7 +403,9 @@ class Saves:
             case Said():
                 _log.log(report.level, "%s", report.text)
             case Settled():
-                self._settled.set()
+                with self._lock:
+                    if report.number == self._settle:
+                        self._settled.set()
 
     def _note_trouble(self, report: Trouble) -> None:
         self._progress.trouble(report)
