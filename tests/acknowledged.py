@@ -83,11 +83,17 @@ def not_in_their_tiers(events: Events, found: Found, kept: Mapping[str, int]) ->
     wrong = []
     for tier, last in kept.items():
         told = counting(line, set(_told(events, found.decisions, tier)))
-        # Memory has only the newest: after a rewind that may be one that counts no more.
+        # Of the newest that a tier kept before a rewind, some count no more: all in memory, which
+        # keeps one, and not all elsewhere.
         told = [step for step in told if tier != "memory" or step.attempt >= went_back]
         there = counting(line, found.there[tier])
-        if told and told[-1] not in there and sum(step > told[-1] for step in there) < last:
-            wrong.append(f"{tier}: {told[-1]} was acknowledged, found {there}")
+        if told and told[-1] not in there:
+            newer = sum(step > told[-1] for step in there)
+            if newer < (last if told[-1].attempt >= went_back else 1):
+                wrong.append(
+                    f"{tier}: {told[-1]} was acknowledged, found {there}; the newest rewind was "
+                    f"that of attempt {went_back}"
+                )
     return wrong
 
 

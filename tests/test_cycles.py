@@ -380,3 +380,13 @@ def test_a_step_lost_in_one_tier_is_seen_though_another_has_it() -> None:
     for count, is_missing in ((3, True), (4, False)):
         found = Found({1: FRESH}, {**whole, "shared": newer[:count]})
         assert bool(acknowledged.not_in_their_tiers(events, found, KEPT)) == is_missing
+
+
+def test_retention_before_a_rewind_excuses_only_what_has_newer_ones() -> None:
+    """Kept were 36, 42, 48 and 54 when the run went back to 45."""
+    events = [restored(0, 1), *told(30, 1, "shared")]
+    decisions = {1: FRESH, 2: Decision(2, "rewind", StepId(45, 1, 1), 2)}
+    for steps, is_missing in (((36, 42, 48, 54), False), ((48, 54), True)):
+        there = {"shared": [StepId(step, 1, 1) for step in steps], "memory": [], "local": []}
+        found = Found(decisions, there)
+        assert bool(acknowledged.not_in_their_tiers(events, found, KEPT)) == is_missing
