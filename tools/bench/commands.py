@@ -1,5 +1,5 @@
 """Commands that measure training runs which save: what a save costs the loop, what comes back how
-fast after a kill, and what an outage of the store does."""
+fast after a kill, and what an outage of the store does; and commands that measure the data plan."""
 
 from __future__ import annotations
 
@@ -106,6 +106,24 @@ def outage(
         outages.show(result, console())
     if not result.is_in_place:
         raise typer.Exit(1)
+
+
+def permute(
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks measured at each size.")] = 40,
+    as_json: AsJson = False,
+) -> None:
+    """How many positions of a shuffled epoch a second: ours, Grain's order, and Grain itself.
+
+    Exit codes: 0 done, 1 an order was wrong, 2 wrong use.
+    """
+    from tools.bench import permute as permuting  # Grain brings JAX, which others set up first
+
+    with _failures():
+        results = [permuting.measure(n, rounds) for n in permuting.SIZES]
+    if as_json:
+        typer.echo(json.dumps(permuting.to_json(results), indent=1))
+    else:
+        permuting.show(results, console())
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ _PACKAGES = (
     "orbax-checkpoint",
     "tensorstore",
     "numpy",
+    "grain",
     "torch",
     "safetensors",
 )
