@@ -32,6 +32,8 @@ RECOVERED = "recovered"
 RESTARTED = "writer restarted"
 REWOUND = "rewound"
 INFLATION = "inflation"
+SPIKE = "spike"
+SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,20 @@ def rewound(parent: StepId, reason: str) -> Event:
     return Event(REWOUND, {"parent": layout.emit_step_id(parent), "reason": reason})
 
 
-def inflated(step: StepId, inflation_s: float) -> Event:
-    """What the training steps lost while a step was written in the background."""
-    return Event(INFLATION, {**_named(step), "inflation_s": round(inflation_s, 6)})
+def inflated(step: int, figures: Mapping[str, Json]) -> Event:
+    """What the training steps lost while a step of this attempt was written in the background;
+    `figures` as inflation_s, and over how many steps it was measured."""
+    return Event(INFLATION, {**figures, "step": step})
+
+
+def spiked(spike: Mapping[str, Json], to: int, suspect: Iterable[int]) -> Event:
+    """The guard has sent the run back to `to`; `suspect`: the steps saved from the onset on."""
+    return Event(SPIKE, {**spike, "to": to, "suspect": list(suspect)})
+
+
+def skipped(step: int) -> Event:
+    """A save that was due was left out: no slot was free."""
+    return Event(SKIPPED, {"step": step})
 
 
 def _named(step: StepId) -> dict[str, Json]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckpt import leaves, spike, states, tree
+from ckpt import leaves, log, spike, states, tree
 from ckpt.arguments import must_be, whole_number
 from ckpt.averages import Averages
 from ckpt.errors import Misuse, PeerFailed
@@ -323,12 +323,11 @@ class Run:
         self._continue_from(restored)
         self.rewinds.append(Rewound(rewind.onset, restored.step, skip, reason))
         self._manager.note(
-            {
-                "event": "spike",
-                **rewind.spike.to_json(),
-                "to": restored.step,
-                "suspect": [step for step in saved_steps if step >= rewind.onset],
-            }
+            log.spiked(
+                rewind.spike.to_json(),
+                restored.step,
+                (step for step in saved_steps if step >= rewind.onset),
+            ).to_json()
         )
 
     @contextlib.contextmanager
@@ -346,7 +345,7 @@ class Run:
 
     def _note_inflation(self, found: Inflation) -> None:
         if found.steps:
-            self._manager.note({"event": "inflation", **asdict(found)})
+            self._manager.note(log.inflated(found.step, asdict(found)).to_json())
 
     def _continue_from(self, restored: Restored) -> None:
         self._restored = restored

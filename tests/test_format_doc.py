@@ -83,7 +83,7 @@ def test_log() -> None:
     text = b"".join(log.emit(event.to_json()) for event in found.events)
     assert text.decode().splitlines() == EXAMPLES["log"].splitlines()
     kinds = (log.SAVE, log.DELETE, log.METRICS, log.INFLATION, log.TROUBLE, log.RECOVERED)
-    for kind in (*kinds, log.RETENTION_FAILED, log.RESTARTED, log.REWOUND):
+    for kind in (*kinds, log.RETENTION_FAILED, log.RESTARTED, log.REWOUND, log.SPIKE, log.SKIPPED):
         assert f"`{kind}`" in DOCUMENT
 
 

@@ -73,7 +73,14 @@ def test_events_say_what_they_are_about() -> None:
     saved = log.saved(STEP, "local", {"blocking_s": 0.02, "bytes": 10})
     assert (saved.step, saved.tier, saved.members["bytes"]) == (STEP, "local", 10)
     assert log.deleted(STEP, "shared").step == STEP
-    assert log.inflated(STEP, 0.5).members["inflation_s"] == 0.5
+    assert log.inflated(20, {"inflation_s": 0.5}).to_json() == {
+        "event": "inflation",
+        "inflation_s": 0.5,
+        "step": 20,
+    }
+    assert log.skipped(20).to_json() == {"event": "skipped", "step": 20}
+    spiked = log.spiked({"onset": 20, "seen": 21}, 15, (n for n in (20,)))
+    assert spiked.members == {"onset": 20, "seen": 21, "to": 15, "suspect": [20]}
     trouble = log.trouble("shared", "no space")
     assert (trouble.step, trouble.tier) == (None, "shared")
     assert log.recovered("shared", 31.25).members["seconds"] == 31.25
@@ -189,7 +196,12 @@ def test_log_shows_each_save_and_what_went_wrong(run: Path) -> None:
         step = StepId(number, 1, 1)
         figures = {"blocking_s": 0.001 * number, "bytes": 2048, "durable_s": 0.02}
         add(run, 1, log.saved(step, "local", figures))
-        add(run, 1, log.saved(step, "shared", {"durable_s": 1.5}), log.inflated(step, 0.25))
+        add(
+            run,
+            1,
+            log.saved(step, "shared", {"durable_s": 1.5}),
+            log.inflated(number, {"inflation_s": 0.25}),
+        )
     add(
         run,
         1,
@@ -233,3 +245,10 @@ def test_log_shows_each_save_and_what_went_wrong(run: Path) -> None:
         "tier": "local",
         "time_ns": row["events"][0]["time_ns"],
     }
+
+
+def test_all_lines_are_made_in_one_module() -> None:
+    package = Path(log.__file__).parent
+    made = [path.name for path in package.glob("*.py") if '{"event":' in path.read_text()]
+    made += [path.name for path in package.glob("*.py") if '"event": "' in path.read_text()]
+    assert set(made) <= {"log.py"}

@@ -192,7 +192,7 @@ def _events(row: AttemptRow) -> Iterator[Event]:
 
 
 def _step_of(event: Event, row: AttemptRow) -> StepId | None:
-    """The step of an event; releases before the first named it by its number only."""
+    """The step of an event; who drives a run knows it by its number only."""
     number = event.members.get("step")
     if event.step is None and type(number) is int:
         return StepId(number, row.branch or 0, row.attempt)
