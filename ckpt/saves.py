@@ -101,6 +101,7 @@ class Saves:
         writer: WriterKind,
         timeout_s: float,
     ) -> None:
+        tiers.must_suit(processes.count)
         self._tiers, self._stores = tiers, stores
         self._location = stores["shared"].location
         self._processes, self._background = processes, background

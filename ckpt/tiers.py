@@ -52,6 +52,7 @@ class Local:
     every: int = 1
     """Save the steps that are multiples of this."""
     keep: Keep = field(default_factory=lambda: Keep(last=2, branches=0))
+    """Without `best` where a run has several processes."""
     patience_s: float | None = None
     """How long the disk may fail before a save to it fails; by default ten minutes. With
     `math.inf` none ever does: it is in the log and in `status()`, and is tried again."""
@@ -151,6 +152,21 @@ class Tiers:
                 places[place] = name
             found[name] = tier
         return cls(found)
+
+    def must_suit(self, processes: int) -> None:
+        """Each process decides what goes from its own Local tiers, and all must decide alike.
+
+        Raises:
+            Misuse: a Local tier keeps the best steps, and there are several processes: metrics are
+                those of process 0, and the others learn late of what is measured late.
+        """
+        for name, tier in self.local.items():
+            if processes > 1 and tier.keep.best is not None:
+                raise Misuse(
+                    f"{name}: found Keep(best={tier.keep.best}) in a run of {processes} processes, "
+                    "whose hosts would keep parts of different steps; give it to the Shared tier, "
+                    "and Keep(last=...) or Keep(every=...) to this one"
+                )
 
     @property
     def memory(self) -> Memory | None:

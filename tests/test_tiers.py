@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from board_members import Board, Member
 
 import ckpt
 from ckpt import tiers as tiers_module
@@ -73,6 +74,22 @@ def test_a_local_tier_is_written_where_it_is_read(
             assert len(list(where.rglob("*.image"))) == 1, location
     assert not list((place.root / "elsewhere").iterdir())
     assert {path.name for path in (place.root / "there").iterdir()} == {"local-2"}
+
+
+def test_local_tiers_of_several_processes_keep_no_best_steps(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only process 0 has the metrics: each host would keep its part of another step."""
+    keep = ckpt.Keep(last=1, best=ckpt.Best("loss"))
+    tiers = ckpt.Local(place.root / "local", keep=keep), ckpt.Shared(place.root / "run", keep=keep)
+    place.manager(*tiers).close()
+    board = Board()
+    for index in range(2):
+        member = Member(board, index, 2)
+        monkeypatch.setattr("ckpt.manager.of_run", lambda location, member=member: member)
+        with pytest.raises(ckpt.Misuse, match=r"local: found .*best.* 2 processes"):
+            place.manager(*tiers)
+        place.manager(tiers[1]).close()
 
 
 def test_one_place_in_two_ways_is_one_place(place: Place) -> None:
