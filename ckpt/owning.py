@@ -70,7 +70,10 @@ def default_directory(location: str, process: int) -> Path:
 
 
 def stale_arenas(parent: str | Path) -> list[StaleArena]:
-    """Arenas at `parent` or directly in it that no live process owns; changes nothing."""
+    """Arenas at `parent` or directly in it that no live process owns or reads from.
+
+    Changes nothing.
+    """
     return list(_each_stale(Path(parent)))
 
 
@@ -147,7 +150,8 @@ def _each_stale(
             owner = _parse_owner(lock_fd)
             known = owner.get("format") == _FORMAT or _died_early(lock_fd, directory_fd)
             ours = os.fstat(directory_fd).st_uid == os.geteuid() and known
-            if ours and _try_lock(lock_fd):
+            # Its owner may be dead, and a writer of it at work on what lies there.
+            if ours and _try_lock(lock_fd) and _try_lock(directory_fd):
                 found = _look_at(directory, owner, lock_fd, directory_fd)
                 if remove is None:
                     yield found

@@ -13,9 +13,10 @@ import mmap
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from ckpt.errors import Damaged, NotFound, StoreFailed, Unsupported
 from ckpt.grid import PAGE_BYTES
@@ -36,10 +37,20 @@ def step_of(header: Header) -> StepId:
 
 @final
 class Slots:
-    """The slot files in the directory of an arena, kept mapped: page tables are dear."""
+    """The slot files in the directory of an arena, kept mapped: page tables are dear.
+
+    Until `close` the directory is under a shared lock: when the owner of the arena has died, it is
+    not given up while somebody may still read from it, be it a slot that nobody reads right now.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._hold: int | None = None
+        """A descriptor of the directory."""
+        with contextlib.suppress(NotFound, StoreFailed, OSError), self._directory() as opened:
+            self._hold = os.dup(opened)
+            fcntl.flock(self._hold, fcntl.LOCK_SH)
+        _open.add(self)
         self._lock = threading.Lock()
         self._known: dict[int, _Mapped] = {}
 
@@ -85,14 +96,24 @@ class Slots:
             for known in self._known.values():
                 known.retire()
             self._known.clear()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Of the directory."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            os.close(hold)
 
     def _locked(self, slot: int, *, wait: bool) -> _Mapped | None:
         """The file of the slot as it is now, locked; None if that would have to be waited for."""
         path = self.directory / slot_name(slot)
         for _ in range(_TRIES):
             found = self._mapped(slot, path)
-            if not found.lock(wait=wait):
+            locked = found.lock(wait=wait)
+            if locked == "filled":
                 return None
+            if locked == "retired":  # nothing was locked: there is nothing to unlock
+                continue
             # While it was waited for, it may have been replaced, or have grown.
             try:
                 if found.stamp == _stamp(os.stat(path, follow_symlinks=False)):
@@ -146,6 +167,17 @@ class Slots:
             os.close(fd)
 
 
+_open: weakref.WeakSet[Slots] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A fork shares the lock of the directory, which would outlive this process."""
+    for slots in list(_open):
+        slots.let_go()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
 _Stamp = tuple[int, int, int]
 
 
@@ -174,23 +206,23 @@ class _Mapped:
         self._page = b""
         self._header: Header | None = None
 
-    def lock(self, *, wait: bool) -> bool:
-        """One reader more; False if the file is being filled."""
+    def lock(self, *, wait: bool) -> Literal["locked", "filled", "retired"]:
+        """One reader more, who has to `unlock`; none if the file is being filled, or retired."""
         with self._turn:
             if self._retired:
-                return True  # its stamp is an old one: the caller looks, and opens it anew
+                return "retired"
             if self._readers == 0:
                 try:
                     fcntl.flock(self._fd, fcntl.LOCK_SH | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError:
-                    return False
+                    return "filled"
             self._readers += 1
-            return True
+            return "locked"
 
     def unlock(self) -> None:
+        """A reader that has locked it has ended."""
         with self._turn:
-            if self._readers == 0:
-                return
+            assert self._readers, "unlocked more often than locked"
             self._readers -= 1
             if self._readers == 0:
                 # Said, not left to the close: the mapping has a descriptor of the same lock.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from writer_runs import fill
+from writer_runs import eventually, fill
 
+from ckpt import owning
 from ckpt.arena import Arena
 from ckpt.errors import Damaged, NotFound, StoreFailed
 from ckpt.lineage import StepId
+from ckpt.owning import make_room, remove_stale, stale_arenas
 from ckpt.slots import Slots
 
 ONE, TWO = StepId(1, 1, 1), StepId(2, 1, 1)
@@ -186,3 +190,66 @@ def test_no_lock_is_left_behind_by_what_was_refused(arena: Arena, slots: Slots) 
     fd = os.open(slot.path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_who_comes_to_a_retired_file_takes_no_lock_away(
+    arena: Arena, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found before it was retired, and is locked afterwards, while another one reads it."""
+
+    def found_too_early(self: Slots, slot: int, path: Path) -> Any:
+        monkeypatch.setattr(Slots, "_mapped", real)
+        found = self._known.pop(slot)
+        found.stamp = (0, 0, 0)  # as when the file has grown meanwhile
+        found.retire()
+        return found
+
+    slot, real = fill(arena, ONE), Slots._mapped
+    slot.release()
+    other = os.open(arena.directory / "slot-0", os.O_RDWR)
+    try:
+        with slots.reading(0, ONE) as (header, data):
+            known = slots._known[0]
+            monkeypatch.setattr(Slots, "_mapped", found_too_early)
+            assert [number for number, _ in slots.valid()] == [0]
+            assert known._readers == 1
+            os.fstat(known._fd)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert len(data) == header.size_bytes
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_an_arena_is_given_up_only_when_no_writer_may_read_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer has died, its writer tries a store again, and holds no slot at the moment."""
+    monkeypatch.setattr(owning, "_free_bytes", lambda place: 0)
+    place = tmp_path / "arenas"
+    place.mkdir()
+    arena = Arena(place / "dead", owner={"run": "tests"}, slots=1)
+    slots = Slots(arena.directory)
+    fill(arena, ONE).release()
+    arena.close(remove=False)
+    assert stale_arenas(place) == []
+    assert make_room(place, 1, keep=place / "mine") == []
+    assert remove_stale(place, older_than_s=-3600) == []
+    with slots.reading(0, ONE) as (header, _):
+        assert header.meta["step"] == 1
+    child = os.fork()
+    if child == 0:  # it has no part in this
+        signal.pause()
+        os._exit(0)
+    try:
+        slots.let_go()  # as when this process ends
+        eventually(lambda: stale_arenas(place))
+        slots.close()
+        assert [each.directory.name for each in make_room(place, 1, keep=place / "mine")] == [
+            "dead"
+        ]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
