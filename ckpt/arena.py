@@ -180,9 +180,19 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """How many slots nobody of this process holds."""
+        """How many slots a claim would find without waiting for whoever reads them."""
         with self._free:
-            return len(self._next())
+            return sum(map(self._is_free, self._next()))
+
+    def _is_free(self, number: int) -> bool:
+        if number == self._warming or not self._files.sizes(number)[0]:
+            return True
+        if self._loans.of([number]):
+            return True  # a claim copies what is lent
+        free = self._files.lock(number)
+        if free:
+            self._files.unlock(number)
+        return free
 
     def loan(self, number: int, locked: int, nbytes: int) -> Loan | None:
         """Lend the image in a slot, open under a shared lock, to arrays of this process.

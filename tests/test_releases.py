@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.arena import Arena
+from ckpt.grid import PAGE_BYTES
 from ckpt.messages import Released
 from ckpt.saves import Saves
 
@@ -41,3 +47,36 @@ def test_a_release_that_comes_late_frees_its_own_slot(
         m._saves.settle()
         status = m.status()
         assert status.slots_free == status.slots
+
+
+def test_a_slot_that_somebody_still_reads_is_not_free(tmp_path: Path) -> None:
+    """With `busy="skip"` a save must not wait for a writer that outlived its trainer."""
+    with contextlib.closing(Held(tmp_path / "arena")) as held:
+        assert held.arena.free == 2
+        with held.reading():
+            assert held.arena.free == 1
+        assert held.arena.free == 2
+
+
+class Held:
+    """An arena of two slots, one with an image."""
+
+    def __init__(self, place: Path) -> None:
+        self.arena = Arena(place, owner={"run": "r"}, slots=2)
+        slot = self.arena.claim(PAGE_BYTES)
+        self.path = slot.path
+        slot.filled()
+        slot.release()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """As another process does, with a descriptor of its own."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        self.arena.close(remove=True)
