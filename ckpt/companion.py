@@ -199,14 +199,19 @@ class Companion:
                         reports = self._unfinished.failed(_given_up(death))
                     self._deliver_all(reports)
                 with self._lock:
-                    is_over = self._unfinished.closing and not self._unfinished.jobs
+                    left = self._unfinished
+                    is_over = left.closing and not left.jobs
+                    is_over &= death.is_clean or not left.metrics
+                    reports = left.failed(_given_up(death)) if is_over else []
+                self._deliver_all(reports)
                 if is_over:
                     break
                 if given_up:
                     self._wanted.wait()
                     deaths = 0
                     with self._lock:
-                        if self._unfinished.closing and not self._unfinished.jobs:
+                        left = self._unfinished
+                        if left.closing and not (left.jobs or left.metrics):
                             break
                 elif deaths > 1:
                     time.sleep(_PAUSE_S * (deaths - 1))

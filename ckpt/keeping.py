@@ -27,7 +27,7 @@ from ckpt.errors import (
 from ckpt.lineage import Lineage, StepId, counting
 from ckpt.local import LocalImages
 from ckpt.log import Event
-from ckpt.messages import Failed, Said, Tell
+from ckpt.messages import Failed, Noted, Said, Tell
 from ckpt.retention import Keep, Metrics
 from ckpt.steps import read_manifest
 from ckpt.store import Store
@@ -257,6 +257,7 @@ class Keeper:
             for each in asked:
                 if callable(each):
                     each()
+        self._give_up_metrics()
 
     # --- retention --------------------------------------------------------------------------
 
@@ -357,8 +358,23 @@ class Keeper:
                 self._say(logging.WARNING, f"log: {error}")
                 self._torn.add(owner)
                 break
+            self._tell_of([line for line in group if line.event.kind == log.METRICS])
             waiting = [line for line in waiting if line.owner != owner]
-        self._unwritten = waiting[-_UNWRITTEN_LIMIT:]
+        surplus = max(0, len(waiting) - _UNWRITTEN_LIMIT)
+        metrics = [line for line in waiting[:surplus] if line.event.kind == log.METRICS]
+        self._unwritten = [*metrics, *waiting[surplus:]]
+
+    def _tell_of(self, metrics: Sequence[_Line], error: CheckpointError | None = None) -> None:
+        """They decide what is kept: whoever gave them keeps them until this is told."""
+        for line in metrics:
+            self._tell(Noted(line.event.time_ns, error))
+
+    def _give_up_metrics(self) -> None:
+        lost = [line for line in self._unwritten if line.event.kind == log.METRICS]
+        if lost:
+            key = layout.log_name(lost[-1].owner)
+            text = f"{self._home.location}/{key}: metrics that came late could not be written"
+            self._tell_of(lost, StoreFailed(f"{text}; add them again when the store works"))
 
     def _append(self, owner: int, text: bytes) -> None:
         key = layout.log_name(owner)

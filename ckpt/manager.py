@@ -494,7 +494,7 @@ class CheckpointManager:
             found = choose(attempt.line, self._reader.listing().steps, step)
             assert found is not None
             id = found
-        self._saves.note(log.measured(id, metrics).to_json())
+        self._saves.note({**log.measured(id, metrics).to_json(), "time_ns": time.time_ns()})
 
     @_one_at_a_time
     def note(self, event: Mapping[str, Json]) -> None:

@@ -5,7 +5,8 @@ Unix socket. The first line each side sends carries the version.
 
 ============== ===================================================================================
 to the writer  `Setup` (once, first), `Begin`, `Job`, `Abandon`, `Note`, `Flush`, `Settle`, `Close`
-from it        `Ready` (once, first), `Released`, `Done`, `Failed`, `Trouble`, `Said`, `Settled`
+from it        `Ready` (once, first), `Released`, `Done`, `Failed`, `Trouble`, `Said`, `Settled`,
+               `Noted`
 ============== ===================================================================================
 """
 
@@ -151,6 +152,15 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Metrics that came late are in the log; with an error, they will never be."""
+
+    time_ns: int
+    """That of their event, by which a `Note` of metrics is known."""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
 class Settled:
     """The answer to the `Settle` of the same number."""
 
@@ -158,7 +168,7 @@ class Settled:
 
 
 ToWriter = Setup | Begin | Job | Abandon | Note | Flush | Settle | Close
-Report = Ready | Released | Done | Failed | Trouble | Said | Settled
+Report = Ready | Released | Done | Failed | Trouble | Said | Settled | Noted
 Message = ToWriter | Report
 Tell = Callable[[Report], None]
 
@@ -183,6 +193,9 @@ def emit(message: Message) -> bytes:
                 "id": _emit_id(message.id),
                 "error": _emit_error(message.error),
             }
+        case Noted():
+            error = None if message.error is None else _emit_error(message.error)
+            body = {"time_ns": message.time_ns, "error": error}
         case _:
             body = dict(vars(message))
     return json.dumps([kind, body], separators=(",", ":")).encode() + b"\n"
@@ -203,7 +216,7 @@ def parse(line: bytes) -> Message:
             )
         if "id" in body:
             body["id"] = None if body["id"] is None else StepId(*body["id"])
-        if "error" in body:
+        if body.get("error") is not None:
             body["error"] = _parse_error(body["error"])
         if kind == "Setup":
             body["tiers"] = dict(map(_parse_tier, body["tiers"]))
@@ -261,6 +274,6 @@ _KINDS: dict[str, Callable[..., Message]] = {
     each.__name__: each
     for each in (
         *(Setup, Begin, Job, Abandon, Note, Flush, Settle, Close),
-        *(Ready, Released, Done, Failed, Trouble, Said, Settled),
+        *(Ready, Released, Done, Failed, Trouble, Said, Settled, Noted),
     )
 }

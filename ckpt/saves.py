@@ -40,6 +40,7 @@ from ckpt.messages import (
     Flush,
     Job,
     Note,
+    Noted,
     Ready,
     Released,
     Report,
@@ -186,6 +187,9 @@ class Saves:
         self._in_memory.begin(started.line, started.images, self.arena)
         newest = {name: self._newest(started, name) for name in self._tiers}
         self._progress.begin(started.line, newest)
+        decision = started.decision
+        if decision.kind == "rewind" and decision.parent is not None:
+            self.note(log.rewound(decision.parent, decision.reason).to_json())
         if self._processes.count == 1 and started.images:
             self._catch_up(started)
 
@@ -384,8 +388,11 @@ class Saves:
     def _report(self, report: Report) -> None:
         match report:
             case Ready():
-                self._writer_pid = report.pid
+                before, self._writer_pid = self._writer_pid, report.pid
                 self._starts += 1
+                if before is not None:
+                    reason = f"the writer with pid {before} had ended"
+                    self.note(log.restarted(reason).to_json())
             case Released():
                 with self._lock:
                     slot = self._writing.pop((report.id, report.slot), None)
@@ -399,6 +406,8 @@ class Saves:
                 if isinstance(report.error, StoreFailed | PeerFailed):
                     self._progress.failed(id)
                 self._acks.failed(id, report.tier, report.error)
+            case Noted(error=BaseException() as error):
+                self._background.unheard.append(error)
             case Trouble():
                 self._note_trouble(report)
             case Said():

@@ -8,6 +8,7 @@ from typing import final
 
 from ckpt.errors import CheckpointError
 from ckpt.lineage import StepId
+from ckpt.log import METRICS
 from ckpt.messages import (
     Abandon,
     Begin,
@@ -17,6 +18,7 @@ from ckpt.messages import (
     Flush,
     Job,
     Note,
+    Noted,
     Released,
     Report,
     Settle,
@@ -40,6 +42,8 @@ class Unfinished:
         """With the tiers that have not ended, and without a slot once it was released."""
         self._abandons: dict[StepId, Abandon] = {}
         self._notes: deque[Note] = deque(maxlen=_NOTES)
+        self._metrics: dict[int, Note] = {}
+        """Those that came late and are not in the log yet, by time."""
         self._settles: list[int] = []
         self._has_to_flush = False
         self._troubles: set[str] = set()
@@ -48,6 +52,11 @@ class Unfinished:
     def jobs(self) -> int:
         """How many have not ended."""
         return len(self._jobs)
+
+    @property
+    def metrics(self) -> int:
+        """How many notes of metrics are not in the log yet."""
+        return len(self._metrics)
 
     def told(self, message: ToWriter, *, reachable: bool = True) -> None:
         """The writer is about to be told this, or there is none to tell."""
@@ -66,6 +75,8 @@ class Unfinished:
                 self._has_to_flush = True
             case Close():
                 self.closing = True
+            case Note(event={"time_ns": int(time_ns)}) if message.event.get("event") == METRICS:
+                self._metrics[time_ns] = message
             case Note() if not reachable:
                 self._notes.append(message)
 
@@ -88,6 +99,8 @@ class Unfinished:
                 ]
             case Trouble():
                 (self._troubles.add if report.text else self._troubles.discard)(report.tier)
+            case Noted():
+                self._metrics.pop(report.time_ns, None)
             case Settled():
                 self._settles = [each for each in self._settles if each != report.number]
         ended = {job.id for job in self._jobs if not job.tiers and job.slot is None}
@@ -110,7 +123,8 @@ class Unfinished:
     def again(self) -> list[ToWriter]:
         """For a new writer, after its setup: all that the one before it has not ended."""
         messages: list[ToWriter] = [] if self._begin is None else [self._begin]
-        messages += [*self._jobs, *self._abandons.values(), *self._notes]
+        messages += [*self._jobs, *self._abandons.values()]
+        messages += [*self._metrics.values(), *self._notes]
         self._notes.clear()
         if self._has_to_flush:
             messages.append(Flush())
@@ -120,13 +134,17 @@ class Unfinished:
         return messages
 
     def failed(self, error: CheckpointError) -> list[Report]:
-        """There is no writer: how everything ends. Nothing is left then."""
+        """There is no writer: how everything ends. Nothing is left then but metrics, if there may
+        be another writer."""
         reports: list[Report] = []
         for job in self._jobs:
             reports += [Failed(job.id, tier, error) for tier in job.tiers]
             if job.slot is not None:
                 reports.append(Released(job.id, job.slot))
         reports += map(Settled, self._settles)
+        if self.closing:
+            reports += [Noted(time_ns, error) for time_ns in self._metrics]
+            self._metrics.clear()
         self._jobs, self._settles = [], []
         self._abandons.clear()
         return reports

@@ -12,6 +12,7 @@ import ckpt
 from ckpt import layout, log
 from ckpt.errors import StoreFailed, Superseded
 from ckpt.lineage import Lineage, Reach, StepId
+from ckpt.messages import Noted
 from ckpt.retention import Best, Keep
 from ckpt.store import FileStore
 
@@ -304,6 +305,24 @@ def test_lines_wait_for_a_home_that_is_down(watched: Watched, home: FileStore) -
     ]
     times = [event.time_ns for event in log.read(home, 1).events]
     assert times == sorted(times)
+
+
+def test_metrics_are_acknowledged_and_told_of_when_they_are_lost(
+    watched: Watched, home: FileStore
+) -> None:
+    store = Unreachable(home)
+    keeper = begun(watched, store, {})
+    written, lost = ({**log.measured(one(1), {"eval": n}).to_json(), "time_ns": n} for n in (1, 2))
+    keeper.note(written)
+    assert settled(keeper)
+    assert [each for each in watched.told if isinstance(each, Noted)] == [Noted(1)]
+    store.down = True
+    keeper.note(lost)
+    assert settled(keeper)
+    keeper.close()
+    told = [each for each in watched.told if isinstance(each, Noted)][1:]
+    assert [each.time_ns for each in told] == [2]
+    assert "metrics that came late" in str(told[0].error)
 
 
 def test_a_host_that_never_knew_the_pins_deletes_nothing(watched: Watched, home: FileStore) -> None:

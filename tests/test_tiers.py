@@ -17,6 +17,7 @@ import pytest
 from board_members import Board, Member
 
 import ckpt
+from ckpt import log
 from ckpt import tiers as tiers_module
 from ckpt.store import FileStore
 from ckpt.tiers import Tiers
@@ -436,6 +437,7 @@ def test_the_writer_that_dies_is_replaced_and_nothing_is_lost(place: Place) -> N
     with place.manager(ckpt.Shared(place.root / "run"), writer="process") as m:
         m.resume()
         m.save(1, state_of(1)).wait(timeout=60)  # type: ignore[union-attr]
+        m._saves.settle()  # the log is written, too
         pid = m.status().writer_pid
         assert pid is not None
         os.kill(pid, 9)
@@ -443,7 +445,15 @@ def test_the_writer_that_dies_is_replaced_and_nothing_is_lost(place: Place) -> N
         status = m.status()
         assert status.writer_restarts == 1
         assert status.writer_pid != pid
-    assert place.shared() == [1, 2]
+        m.add_metrics(2, {"eval": 0.5})
+        m.rewind(1, reason="to see what the log says")
+    assert place.shared() == [1]
+    store = FileStore(place.root / "run")
+    first, second = (log.read(store, attempt).events for attempt in (1, 2))
+    assert [each.kind for each in first] == ["save", "writer restarted", "save", "metrics"]
+    assert f"pid {pid}" in first[1].members["reason"]
+    assert [each.kind for each in second] == ["rewound"]
+    assert second[0].members["reason"] == "to see what the log says"
 
 
 # --- what nobody else has -------------------------------------------------------------------------

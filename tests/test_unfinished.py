@@ -18,6 +18,7 @@ from ckpt.messages import (
     Flush,
     Job,
     Note,
+    Noted,
     Released,
     Settle,
     Settled,
@@ -51,6 +52,21 @@ def test_the_ledger_knows_what_is_left() -> None:
     error = StoreFailed("no writer")
     assert left.failed(error) == [Failed(one, "shared", error), Settled(2)]
     assert (left.jobs, left.again()) == (0, [begin, Flush(), Close()])
+
+
+def test_late_metrics_are_kept_until_they_are_in_the_log() -> None:
+    left = Unfinished()
+    notes = [Note({"event": "metrics", "time_ns": n, "metrics": {"eval": n}}) for n in (1, 2)]
+    for note in notes:
+        left.told(note)
+    left.heard(Noted(1))
+    assert left.again() == [notes[1]], "which no log has yet, though it was told"
+    error = StoreFailed("no writer")
+    assert left.failed(error) == []
+    assert left.again() == [notes[1]], "for another writer"
+    left.told(Close())
+    assert left.failed(error) == [Noted(2, error)]
+    assert (left.metrics, left.again()) == (0, [Close()])
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=40))
