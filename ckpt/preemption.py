@@ -16,15 +16,14 @@ waiting, on its devices, for one that holds at the proposal.
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, final
+from typing import final
 
 from ckpt.errors import PeerFailed
 from ckpt.listening import Ended, Leaving, number_on
 from ckpt.processes import Processes, has_preemption_service, preempted
+from ckpt.signals import Takeover, is_main_thread
 
 _log = logging.getLogger("ckpt")
 
@@ -45,46 +44,30 @@ class Sigterm:
 
     def __init__(self, note: Callable[[], None]) -> None:
         self._note: Callable[[], None] | None = note
-        self._previous: Any = None
-        self._handler = self._handle  # always the same object, to know it again
-        self._installed = False
+        self._takeover: Takeover | None = None
 
     def install(self) -> None:
         """Does nothing off the main thread, where Python refuses handlers."""
-        if _is_main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._handler)
-            self._installed = True
+        if is_main_thread():
+            self._takeover = Takeover(self._act, self._restore, may_end=False)
 
     def put_back(self) -> None:
         """Also twice. Off the main thread, or below another handler, it stays, out of use."""
         self._note = None
-        if self._installed and self._is_on_top() and _is_main_thread():
+        if self._takeover is not None and is_main_thread() and self._takeover.is_on_top():
             self._restore()
 
-    def _is_on_top(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) is self._handler
-
-    def _restore(self) -> None:
-        # None stands for a handler that was not installed from Python.
-        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-        self._installed = False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _act(self, number: int) -> bool:
+        del number
         note = self._note
-        if note is None and self._is_on_top():
-            # Those that were installed above are gone, and whoever is below is to find itself on
-            # top: it may want to end the program.
-            self._restore()
-            signal.raise_signal(signal.SIGTERM)
-            return
         if note is not None:
             note()
-        if callable(self._previous):
-            self._previous(number, frame)
+        return note is not None
 
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    def _restore(self) -> None:
+        if self._takeover is not None:
+            self._takeover.restore()
+            self._takeover = None  # only now: a signal may come in between
 
 
 @final

@@ -21,6 +21,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
@@ -78,7 +79,7 @@ class Installed:
         with _lock:
             _told.remove(fd)
             _gone.append(fd)
-            if _is_main_thread():
+            if is_main_thread():
                 _settle()
 
 
@@ -88,7 +89,7 @@ def install(wake_fd: int) -> Installed:
     The socket must not block, and may be closed at any time: a copy of it is used. Only in the main
     thread, where alone Python handles signals; elsewhere nothing is done, which the log says.
     """
-    if not _is_main_thread():
+    if not is_main_thread():
         _log.warning(
             "the writer will not be told of SIGTERM: this manager was not made in the main thread; "
             "it still flushes the newest snapshot when this program has died"
@@ -103,20 +104,31 @@ def install(wake_fd: int) -> Installed:
         is_ours = any(each.is_on_top() for each in _takeovers)
         chains = not alone and _takeovers and callable(signal.getsignal(_SIGTERM))
         if not (is_ours or chains):
-            _takeovers.append(_Takeover())
+            _takeovers.append(Takeover(_tell_writers, _settle, may_end=True))
         _settle()
     return Installed(fd)
 
 
 @final
-class _Takeover:
-    """Our handler over the one that was there."""
+class Takeover:
+    """Our handler of SIGTERM over the one that was there, in Python or in C; in the main thread.
 
-    def __init__(self) -> None:
+    Args:
+        act: what to do with a signal, of which the number is told; False: nobody wants it any more.
+        make_way: called by the handler when it is not wanted and no handler is over it. Is to
+            `restore`.
+        may_end: where nobody handled the signal before, the program ends after `act` as it would
+            have.
+    """
+
+    def __init__(
+        self, act: Callable[[int], bool], make_way: Callable[[], None], *, may_end: bool
+    ) -> None:
+        self._act, self._make_way, self._may_end = act, make_way, may_end
         self._action = _installed_action()
         self._previous: Any = signal.getsignal(_SIGTERM)
-        self.handle = self._handle  # one object, by which it is found again
-        signal.signal(_SIGTERM, self.handle)
+        self._handler = self._handle  # one object, by which it is found again
+        signal.signal(_SIGTERM, self._handler)
         self._python = _installed_action().handler
         before = self._action.handler or 0
         if before in (signal.SIG_DFL, signal.SIG_IGN):
@@ -125,7 +137,7 @@ class _Takeover:
 
     def is_on_top(self) -> bool:
         """Is it this one that the signal comes to first?"""
-        mine = signal.getsignal(_SIGTERM) is self.handle
+        mine = signal.getsignal(_SIGTERM) is self._handler
         return mine and _installed_action().handler == self._python
 
     def restore(self) -> None:
@@ -135,22 +147,24 @@ class _Takeover:
             _sigaction(_SIGTERM, ctypes.byref(self._action), None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not _told and self.is_on_top():  # put back where handlers cannot be: this is the place
-            _settle()
+        if not self._act(number) and self.is_on_top():
+            # Those that were installed above are gone, and whoever is below is to find itself on
+            # top: it may want to end the program.
+            self._make_way()
             signal.raise_signal(number)
-            return
-        for fd in list(_told):
-            with contextlib.suppress(OSError):  # full, or nobody is there to read it
-                os.write(fd, bytes([number]))
-        if self._foreign:
+        elif self._foreign:
             self._call(number)
         elif callable(self._previous):
             self._previous(number, frame)
-        elif self._previous == signal.SIG_DFL and signal.getsignal(_SIGTERM) is self.handle:
+        elif (
+            self._may_end
+            and self._previous == signal.SIG_DFL
+            and signal.getsignal(_SIGTERM) is self._handler
+        ):
             # Called by another handler, that one decides whether the program goes on.
             signal.signal(_SIGTERM, signal.SIG_DFL)
             signal.raise_signal(_SIGTERM)
-            signal.signal(_SIGTERM, self.handle)  # the first process of a container lives on
+            signal.signal(_SIGTERM, self._handler)  # the first process of a container lives on
 
     def _call(self, number: int) -> None:
         address = self._action.handler or 0
@@ -168,11 +182,19 @@ _told: list[int] = []
 """Copies of the sockets of the writers that are told; the newest is the wakeup descriptor."""
 _gone: list[int] = []
 """Those that are told no more, and closed once they surely are not the wakeup descriptor."""
-_takeovers: list[_Takeover] = []
+_takeovers: list[Takeover] = []
 
 
-def _is_main_thread() -> bool:
+def is_main_thread() -> bool:
+    """Where alone Python sets and runs handlers."""
     return threading.current_thread() is threading.main_thread()
+
+
+def _tell_writers(number: int) -> bool:
+    for fd in list(_told):
+        with contextlib.suppress(OSError):  # full, or nobody is there to read it
+            os.write(fd, bytes([number]))
+    return bool(_told)
 
 
 def _settle() -> None:

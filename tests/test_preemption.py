@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from board_members import Board, Member, at_once
 
 import ckpt
+from ckpt import signals
 from ckpt.preemption import Agreement, Sigterm
 
 
@@ -193,6 +196,27 @@ def test_the_handler_below_is_called_and_put_back(noted: list[str]) -> None:
     ours.put_back()
     assert signal.getsignal(signal.SIGTERM) is below
     assert noted == ["ours", "below"] * 2
+
+
+def test_a_c_handler_below_is_called_and_put_back(tmp_path: Path) -> None:
+    """Such as that of faulthandler, of which Python does not tell; no writer is beside it."""
+    with open(tmp_path / "stacks", "w") as file:
+        faulthandler.register(signal.SIGTERM, file=file, all_threads=False)
+        try:
+            below = signals._installed_action().handler
+            called: list[str] = []
+            ours = Sigterm(lambda: called.append("ours"))
+            ours.install()
+            signal.raise_signal(signal.SIGTERM)
+            assert called == ["ours"]
+            assert (tmp_path / "stacks").read_text().count("most recent call first") == 1
+            ours.put_back()
+            assert signals._installed_action().handler == below
+            signal.raise_signal(signal.SIGTERM)
+            assert called == ["ours"]
+            assert (tmp_path / "stacks").read_text().count("most recent call first") == 2
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
 
 
 def test_a_handler_that_was_installed_above_stays(noted: list[str]) -> None:
