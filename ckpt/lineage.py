@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from ckpt.errors import Damaged, NotFound
@@ -280,20 +281,22 @@ def may_put_back(attempt: int, seen: Collection[StepId], remain: Remain) -> bool
 
 
 def condemned_under_head(line: Lineage, remains: Iterable[Remain]) -> list[tuple[StepId, Remain]]:
-    """Names under which an older attempt condemned the very step that the head went on from.
+    """Names under which a step is condemned that a later attempt of the head's chain went on from.
 
-    The head saw it committed after its claim, so it was condemned after that claim: whoever did it
-    would have found the claim, and has removed nothing of it. It did not live to put it back.
+    That one saw it committed after its claim, so an older attempt condemned it after that claim:
+    whoever did it would have found the claim, and has removed nothing of it. It did not live to
+    put it back. All of the chain, since a deleter may sleep while several attempts come and go.
     """
-    if len(line) < 2:
-        return []
-    head, before = line[0], line[1]
-    parent = StepId(head.after, before.branch, before.attempt)
+    went_on = {
+        StepId(member.after, before.branch, before.attempt): member.attempt
+        for member, before in pairwise(line)
+    }
     return [
         (parent, remain)
         for remain in remains
+        for parent, attempt in went_on.items()
         if remain.state == "deleted"
-        and remain.attempt < head.attempt
+        and remain.attempt < attempt
         and (remain.branch, remain.step) == (parent.branch, parent.step)
     ]
 

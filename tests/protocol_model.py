@@ -16,7 +16,7 @@ from protocol_stores import IMAGE, PART, SwapTier, Tier
 
 from ckpt import lineage, retention
 from ckpt.errors import CheckpointError
-from ckpt.lineage import Decision, Publish, StepId
+from ckpt.lineage import Decision, Publish, Remain, StepId
 from ckpt.retention import Keep
 
 
@@ -53,9 +53,10 @@ class World(NamedTuple):
     def decisions(self) -> dict[int, Decision]:
         return {r.attempt: r.decision() for r in self.records}
 
-    def line(self) -> lineage.Lineage:
+    def line(self, attempt: int | None = None) -> lineage.Lineage:
+        """That of an attempt, by default of the head."""
         decisions = self.decisions()
-        return lineage.lineage(decisions, lineage.head(decisions))
+        return lineage.lineage(decisions, decisions.get(attempt, lineage.head(decisions)))
 
     def tier(self, number: int, tier: Tier | SwapTier) -> World:
         new = frozenset((number, step) for step in tier.steps())
@@ -65,12 +66,21 @@ class World(NamedTuple):
         )
 
 
+class PutBack(NamedTuple):
+    """To do for an attempt that found the step condemned that the head went on from."""
+
+    step: StepId
+    remain: Remain
+
+
 @dataclass(frozen=True)
 class Script:
     """What an attempt wants to do."""
 
     kind: str = "resume"
     to: int | None = None
+    branch: int | None = None
+    """On which `to` lies, if not in the lineage."""
     skip: tuple[int, int] | None = None
     saves: int = 2
     host: int | None = None
@@ -136,12 +146,18 @@ def _list_steps(world: World, actor: Actor) -> tuple[World, Actor]:
     assert actor.heard is not None
     heard = actor.heard._replace(tiers=world.tiers)
     line = heard.line()
-    actions = tuple(
-        (number, action)
-        for number, tier in enumerate(world.tiers)
-        for action in lineage.roll_forward(actor.number, line, tier.steps(), tier.remains())
-    )
-    return world, replace(actor, heard=heard, actions=actions, at="roll forward")
+    actions: list[tuple] = []
+    for number, tier in enumerate(world.tiers):
+        kept = [
+            (step, remain)
+            for step, remain in lineage.condemned_under_head(line, tier.remains())
+            if tier.was_committed(step, remain)
+        ]
+        actions += [(number, PutBack(step, remain)) for step, remain in kept]
+        remains = [r for r in tier.remains() if all(r != remain for _, remain in kept)]
+        todo = lineage.roll_forward(actor.number, line, tier.steps(), remains)
+        actions += [(number, action) for action in todo]
+    return world, replace(actor, heard=heard, actions=tuple(actions), at="roll forward")
 
 
 def _roll_forward(world: World, actor: Actor) -> tuple[World, Actor]:
@@ -149,6 +165,10 @@ def _roll_forward(world: World, actor: Actor) -> tuple[World, Actor]:
         return world, replace(actor, at="list again")
     (number, action), rest = actor.actions[0], actor.actions[1:]
     remain, tier = action.remain, world.tiers[number]
+    if isinstance(action, PutBack):
+        back = tier.put_back(action.step, remain.attempt)
+        world = world if back is None else world.tier(number, back)
+        return world, replace(actor, actions=rest)
     if isinstance(action, Publish):
         step = StepId(remain.step, remain.branch, remain.attempt)
         if step not in tier.unpublished():
@@ -211,12 +231,17 @@ def _list_again(world: World, actor: Actor) -> tuple[World, Actor]:
     heard = actor.heard._replace(tiers=world.tiers)
     line = heard.line()
     steps = {step for tier in heard.tiers for step in tier.steps()} | _images(world, actor)
-    seen = frozenset(lineage.counting(line, steps))
+    to, branch = actor.script.to, actor.script.branch
+    asked = {s for s in steps if (s.step, s.branch) == (to, branch)}
     try:
-        chosen = lineage.choose(line, steps, actor.script.to)
+        chosen = lineage.choose(line, steps, to, branch)
     except CheckpointError:
+        if asked:
+            raise Violation(f"{asked} is there, and cannot be gone back to") from None
         return world, _end(actor, "not found")
-    return world, replace(actor, heard=heard, seen=seen, chosen=chosen, at="read")
+    if branch is not None and chosen not in asked:
+        raise Violation(f"asked for step {to} of branch {branch}, got {chosen}")
+    return world, replace(actor, heard=heard, seen=frozenset(steps), chosen=chosen, at="read")
 
 
 def _images(world: World, actor: Actor) -> set[StepId]:
@@ -243,7 +268,7 @@ def _read(world: World, actor: Actor) -> tuple[World, Actor]:
 
 def _decide(world: World, actor: Actor) -> tuple[World, Actor]:
     assert actor.heard is not None
-    newest = max(actor.seen, default=None)
+    newest = max(lineage.counting(actor.heard.line(), actor.seen), default=None)
     current = lineage.head(actor.heard.decisions())
     script = actor.script
     kind = script.kind if actor.chosen is not None else "start"
@@ -348,10 +373,28 @@ def _look_again(world: World, actor: Actor) -> tuple[World, Actor]:
 
 
 def _retain(world: World, actor: Actor) -> tuple[World, Actor]:
-    line = world.line()
-    steps = lineage.counting(line, world.tiers[actor.tier].steps())
+    """By the lineage of the attempt, which may own the run no longer."""
+    line, steps = world.line(actor.number), world.tiers[actor.tier].steps()
     doomed = tuple(retention.doomed(actor.script.keep, line, steps))
+    for step in doomed:
+        if step.attempt > actor.number:
+            raise Violation(f"M7: attempt {actor.number} is to delete {step}")
+    counting = set(lineage.counting(line, steps))
+    _check_branches(actor, set(steps) - counting, doomed)
+    if actor.script.keep.last is None and counting & set(doomed):
+        raise Violation(f"attempt {actor.number} keeps all that counts, but {doomed} are to go")
     return world, _next_doomed(actor, doomed)
+
+
+def _check_branches(actor: Actor, left: set[StepId], doomed: tuple[StepId, ...]) -> None:
+    """Of the branches that were left the newest stay, whole, and no other."""
+    keep = actor.script.keep.branches
+    there = {s for s in left if s.attempt <= actor.number}
+    newest = sorted({s.branch for s in there}, reverse=True)[:keep]
+    stay = {s for s in there if s.branch in newest}
+    if there - set(doomed) != stay:
+        wrong = sorted(stay ^ (there - set(doomed)))
+        raise Violation(f"branches={keep}: of {sorted(there)} these are wrong: {wrong}")
 
 
 def _next_doomed(actor: Actor, doomed: tuple[StepId, ...]) -> Actor:
@@ -431,120 +474,6 @@ _OPERATIONS = {
     "remove": _remove,
     "next": _next,
 }
-
-
-# --- exploring and checking ------------------------------------------------------------------
-
-
-def play(world: World, script: Script) -> tuple[World, Actor]:
-    """One attempt, undisturbed."""
-    actor = Actor(script)
-    for _ in range(1000):
-        if actor.done:
-            return world, actor
-        world, actor = advance(world, actor)
-    raise Violation(f"an undisturbed attempt does not end: {actor}")
-
-
-def explore(world: World, scripts: list[Script]) -> int:
-    """Every interleaving of the scripts, stopped (killed) after every operation.
-
-    In every state the invariants are checked, and a further attempt must find the run in order.
-    Returns the number of states.
-    """
-    start = (world, tuple(Actor(script) for script in scripts))
-    seen = {start}
-    stack = [start]
-    audited: set[World] = set()
-    while stack:
-        world, actors = stack.pop()
-        check(world)
-        if world not in audited:
-            audited.add(world)
-            audit(world)
-        for number, actor in enumerate(actors):
-            if actor.done:
-                continue
-            after, moved = advance(world, actor)
-            state = (after, (*actors[:number], moved, *actors[number + 1 :]))
-            if state not in seen:
-                seen.add(state)
-                stack.append(state)
-    return len(seen)
-
-
-def check(world: World) -> None:
-    """The invariants that a single state can break."""
-    line = world.line()
-    records = {r.attempt: r for r in world.records}
-    for number, tier in enumerate(world.tiers):
-        for step in tier.torn():
-            raise Violation(f"M1: {step} is committed and incomplete")
-        counting = lineage.counting(line, tier.steps())
-        if len({s.step for s in counting}) != len(counting):
-            raise Violation(f"M8: two versions of a step count: {counting}")
-        for step in (s for n, s in world.acked if n == number):
-            if (number, step) in world.condemned:
-                continue
-            if not _went_back(records, step) and not lineage.counts(line, step):
-                raise Violation(f"M3: {step} was acknowledged and does not count: {line}")
-            if step not in tier.steps() and not tier.in_limbo(step):
-                raise Violation(f"M2: {step} was acknowledged and is gone from tier {number}")
-    _check_fork_point(world, line)
-
-
-def _went_back(records: dict[int, Record], step: StepId) -> bool:
-    """A later attempt chose to continue from before this step."""
-    return any(
-        r.attempt > step.attempt
-        and r.kind in ("rewind", "restore", "fallback")
-        and (r.parent is None or r.parent.step < step.step)
-        for r in records.values()
-    )
-
-
-def _check_fork_point(world: World, line: lineage.Lineage) -> None:
-    """Until two steps of the newest branch count, one can go back to where it forked."""
-    head = lineage.head(world.decisions())
-    if head is None or head.branch not in world.decisions():
-        return
-    parent = world.decisions()[head.branch].parent
-    if parent is None or not lineage.counts(line, parent):
-        return
-    if all(step != parent for _, step in world.published):
-        return  # it was only ever an image
-    for number in range(len(world.tiers)):
-        own = [s for n, s in world.published if n == number and s.branch == head.branch]
-        if len(lineage.counting(line, own)) >= 2:
-            return
-    if not any(parent in tier.steps() or tier.in_limbo(parent) for tier in world.tiers):
-        raise Violation(f"M4: the fork point {parent} of branch {head.branch} is gone")
-
-
-def audit(world: World) -> None:
-    """Everybody dies now. The next attempt must find the newest step, and leave order behind."""
-    for host in [None, *sorted({host for host, _ in world.images})]:
-        _audit(world, host)
-
-
-def _audit(world: World, host: int | None) -> None:
-    line = world.line()
-    whole = [step for tier in world.tiers for step in tier.unpublished()]
-    before = set(lineage.counting(line, whole))
-    before |= {s for tier in world.tiers for s in lineage.counting(line, tier.steps())}
-    before |= set(lineage.counting(line, (s for at, s in world.images if at == host)))
-    after, actor = play(world, Script("resume", saves=1, host=host))
-    if actor.outcome != "finished":
-        raise Violation(f"the next attempt ended with {actor.outcome!r}")
-    if before and (actor.chosen is None or actor.chosen.step < max(before).step):
-        raise Violation(f"the next attempt took {actor.chosen}, newest was {max(before)}")
-    own = StepId(actor.step - 1, actor.branch, actor.number)
-    if lineage.choose(after.line(), after.tiers[0].steps()) != own:
-        raise Violation(f"the next attempt saved {own}, and it is not the newest")
-    left = [r for tier in after.tiers for r in tier.remains() if r.attempt < actor.number]
-    if left:
-        raise Violation(f"S1: left behind: {left}")
-    check(after)
 
 
 def empty(tiers: int, *, renames: bool = True) -> World:

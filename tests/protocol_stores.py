@@ -56,6 +56,15 @@ class Tier(NamedTuple):
             for t in self.trash
         )
 
+    def was_committed(self, step: StepId, remain: Remain) -> bool:
+        """Is it a step that was condemned, not a half-made one?
+
+        The head may have gone on from an image while an older attempt cleared up what had been
+        made of the same step; that is no step to put back.
+        """
+        old = self._trashed(remain.branch, remain.step, remain.attempt, "deleted")
+        return old is not None and (old[2], old[3]) == (step.attempt, WHOLE)
+
     def occupant(self, step: StepId) -> StepId | None:
         """The committed step under the number of `step`."""
         return next(
@@ -175,6 +184,9 @@ class SwapTier(NamedTuple):
     def in_limbo(self, step: StepId) -> bool:
         p = self._at(step.branch, step.step)
         return p.state == "condemned" and p.was_committed and p.files == WHOLE
+
+    def was_committed(self, step: StepId, remain: Remain) -> bool:
+        return self._at(step.branch, step.step).was_committed
 
     def occupant(self, step: StepId) -> StepId | None:
         p = self._at(step.branch, step.step)
