@@ -250,7 +250,7 @@ def disturb(cycles: Cycles, draw: random.Random, moment: str, victim: str) -> No
     code = cycles.wait()
     assert code == -signal.SIGKILL, f"seed {SEED}: {code}, {_errors(cycles)}"
     cycles.check_tiers()
-    if draw.random() < 0.3:
+    if draw.random() < 0.15:
         cycles.wait_for_all()
 
 
@@ -282,7 +282,7 @@ def play(nursery: Nursery, place: Path, rounds: int) -> None:
                     victim = draw.choice(("trainer", "group"))
                 disturb(cycles, draw, moment, victim)
         print(f"seed {SEED}", dict(cycles.kinds))
-        steps = cycles.newest + 100
+        steps = cycles.newest + 40
         for each in (cycles, plain):
             each.start(steps)
             assert each.wait() == 0, f"seed {SEED}: {_errors(each)}"
