@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
 
-import jax
-
-from ckpt import attempts, candidates, commit, keeping, log, mirrors, snapshot, states, tree
-from ckpt.acks import matter_of
-from ckpt.again import Held, Newest
+from ckpt import candidates, log, states
 from ckpt.arguments import check_step_number, must_be, whole_number
-from ckpt.errors import CheckpointError, Damaged, Misuse, NotFound, Superseded
+from ckpt.errors import CheckpointError, Misuse
 from ckpt.fit import EXACT, Fit
-from ckpt.lineage import StepId, choose
 from ckpt.loading import DEFAULT, Loading
-from ckpt.manifest import read_manifest
-from ckpt.meta import Notes, meta_of
+from ckpt.meta import Notes
 from ckpt.pending import Background, Pending
-from ckpt.processes import TIMEOUT_S, Matter, Processes, of_run
-from ckpt.reader import MISSING, Reader, Restored, check_how
+from ckpt.processes import TIMEOUT_S, Processes, of_run
+from ckpt.reader import MISSING, Reader, Restored
 from ckpt.retention import Best
 from ckpt.saves import Saves, WriterKind
-from ckpt.start import Start, Started, Wish, batches_of
+from ckpt.start import Wish, batches_of
 from ckpt.status import Status
 from ckpt.store import Store, open_store
+from ckpt.tenure import Tenure
 from ckpt.tiers import Tier, Tiers
 
 Json = Any
@@ -88,7 +82,6 @@ class CheckpointManager:
     ) -> None:
         self.tiers = Tiers.of(tiers)
         _check_options(slots, writer, busy)
-        self._busy = busy
         self._stores: dict[str, Store] = {
             name: open_store(tier.location) for name, tier in self.tiers.shared.items()
         }
@@ -110,17 +103,15 @@ class CheckpointManager:
             writer=writer,
             timeout_s=timeout_s,
         )
-        self._calls = 0
-        """Numbers what this manager settles with its peers: all processes make the same calls."""
-        self._held: int | None = None
-        """The newest attempt that this manager has claimed."""
-        self._attempt: Started | None = None
-        """That attempt, once it has decided."""
-        self._last: Newest | None = None
-        """Newest step saved or restored by this attempt."""
-        self._superseded: Superseded | None = None
-        """Raised by every later call: there is no way on for this manager."""
-        self._closed = False
+        self._tenure = Tenure(
+            self.tiers,
+            self._stores,
+            self.processes,
+            self._saves,
+            self._background,
+            skips_when_busy=busy == "skip",
+            timeout_s=timeout_s,
+        )
         self._ended = False
         """Whether nothing is held any more."""
         self._lock = threading.RLock()
@@ -143,7 +134,8 @@ class CheckpointManager:
             _log.exception("while the manager was closed after another error")
 
     def __repr__(self) -> str:
-        number = f"attempt {self._attempt.number}" if self._attempt else "no attempt yet"
+        attempt = self._tenure.attempt
+        number = f"attempt {attempt.number}" if attempt else "no attempt yet"
         return f"CheckpointManager({self._store.location!r}, {number})"
 
     @property
@@ -179,7 +171,7 @@ class CheckpointManager:
 
     def status(self) -> Status:
         """How the tiers and the writer are doing: what is where, what fails, what waits."""
-        return self._saves.status(self._held)
+        return self._saves.status(self._tenure.held)
 
     # --- starting -------------------------------------------------------------------------
 
@@ -213,7 +205,7 @@ class CheckpointManager:
                 Nothing was changed.
             InUse, StoreFailed, PeerFailed, Superseded.
         """
-        return self._start(
+        return self._begin_anew(
             Wish("resume", None, like, data, must_exist=must_exist, fit=fit, loading=loading)
         )
 
@@ -241,7 +233,7 @@ class CheckpointManager:
         Returns what `resume` does. Raises as it does; NotFound when there is nothing.
         """
         number = None if step is None else check_step_number(step)
-        return self._start(
+        return self._begin_anew(
             Wish(
                 "restore",
                 number,
@@ -288,7 +280,7 @@ class CheckpointManager:
         must_be(reason, str, "reason", "text")
         guard = states.as_json(guard, "guard")
         batches = batches_of(skip_steps, skip_batches, to)
-        return self._start(
+        return self._begin_anew(
             Wish(
                 "rewind",
                 to,
@@ -304,64 +296,8 @@ class CheckpointManager:
         )
 
     @_one_at_a_time
-    def _start(self, wish: Wish) -> Restored:
-        check_how(wish.fit, wish.loading)  # before anything is claimed
-        with jax.profiler.TraceAnnotation("ckpt.restore"), self._matter() as matter:
-            self._must_be_open()
-            self._finish_attempt()
-            self._saves.own_arena()
-            self._agree_on_records()
-            start = Start(
-                self._store,
-                matter,
-                self._held,
-                self._now_holds,
-                host=self._saves.host_images,
-                others=self._others,
-                kept_in_memory=self.tiers.kept_in_memory,
-            )
-            self._attempt = started = start.run(wish)
-        self._saves.begin(started)
-        restored = started.restored
-        self._last = None
-        source = restored.report.source
-        if source is not None:
-            saved = self._data_of(started, source)
-            if wish.load_values:
-                states.note_left_out(saved, wish.data, f"{self.location}: step {source.step}")
-            dropped = wish.data is not None and not states.named(wish.data)
-            named = () if dropped else tuple(saved)
-            self._last = Newest(
-                source, states.take(wish.data), named, stores=(started.source, self._store)
-            )
-        nbytes = restored.report.bytes_needed or snapshot.about_bytes(restored.state)
-        self._saves.prepare(nbytes)  # while the train step is compiled
-        return restored
-
-    def _agree_on_records(self) -> None:
-        """A home that was lost gets its records back from a further Shared tier."""
-        if self.processes.index == 0 and self._others and not attempts.list_claims(self._store):
-            for store in self._others.values():
-                mirrors.copy_records(store, self._store)
-
-    def _data_of(self, started: Started, step: StepId) -> Mapping[str, Json]:
-        """The states of iterators that a step has."""
-        try:
-            return read_manifest(started.source, step).data if step.attempt else {}
-        except (NotFound, Damaged):
-            attempts.look(self._store, started.number)  # whoever took over may have deleted it
-            raise
-
-    def _now_holds(self, number: int) -> None:
-        """The attempt before is over, even if nothing comes of this one."""
-        self._held, self._attempt = number, None
-
-    def _begin(self) -> Started:
-        """The attempt of a trainer that saves without having resumed."""
-        if self._attempt is None:
-            self._start(Wish("start"))
-        assert self._attempt is not None
-        return self._attempt
+    def _begin_anew(self, wish: Wish) -> Restored:
+        return self._tenure.start(wish)
 
     # --- saving ---------------------------------------------------------------------------
 
@@ -401,77 +337,8 @@ class CheckpointManager:
                 This one has begun all the same, as in the other processes.
         """
         step = check_step_number(step)
-        earlier = list(self._background.pendings)
-        with self._peers_told(step):
-            self._note_superseded()
-            self._must_be_open()
-            tiers = tuple(self.tiers) if force else self.tiers.due(step)
-            if not tiers:
-                return None
-            self._begin()
-            again = self._last is not None and step <= self._last.id.step
-            pending = None
-            if not again and (force or self._has_room(step)):
-                pending = self._save(step, state, data, Notes(metrics, extra, guard), tiers)
-        if again:
-            # Peers are not told: they may be in the middle of the save of this very step.
-            pending = self._saved_already(step, state, tiers)
-        self._raise_background_errors([other for other in earlier if other is not pending])
-        return pending
-
-    def _has_room(self, step: int) -> bool:
-        """Whether to save at all, where saves do not wait for slots: one answer for the run."""
-        if self._busy == "wait":
-            return True
-        here = self._saves.has_room()
-        if self.processes.count > 1:
-            with self._matter() as matter:
-                here = all(matter.gather("room", here))
-        if not here:
-            self._saves.skipped += 1
-            self._saves.note(log.skipped(step).to_json())
-            _log.warning("%s: step %d is not saved: no slot is free", self.location, step)
-        return here
-
-    def _save(
-        self, step: int, state: Any, data: Any, notes: Notes, tiers: Sequence[str]
-    ) -> Pending:
-        begun = time.monotonic()
-        attempt = self._begin()
-        with jax.profiler.TraceAnnotation("ckpt.save"):
-            if self._last is not None:
-                states.must_go_on(self._last.named, data, f"{self.location}: step {step}")
-            taken = states.take(data)
-            if self._last is not None and self._last.data:
-                moved = step - self._last.id.step
-                states.check_moved(data, self._last.data, taken, moved, step)
-            flat = tree.flatten(state, known=self._saves.outline)
-            id = StepId(step, attempt.decision.branch, attempt.number)
-            meta = meta_of(id, attempt.decision, taken, notes, self.processes)
-            pending, held = self._saves.save(id, flat, meta, tiers, begun)
-            self._last = Newest(
-                id,
-                taken,
-                tuple(taken),
-                pending,
-                Held(flat.specs, [held.header], flat.structure),
-                meta,
-                (self._store,),
-            )
-        return pending
-
-    def _saved_already(self, step: int, state: Any, tiers: Sequence[str]) -> Pending:
-        last = self._last
-        assert last is not None
-        assert self._saves.arena is not None
-        pending, self._saves.plan = last.again(
-            step, state, self._saves.arena, self._saves.plan, tiers
-        )
-        missing = [tier for tier in tiers if tier not in pending.tiers]
-        if missing and last.meta is not None and pending.error is None:
-            flat = tree.flatten(state, known=self._saves.outline)
-            self._saves.extend(last.id, flat, last.meta, missing, pending)
-        return pending
+        notes = Notes(metrics, extra, guard)
+        return self._tenure.save(step, state, data, notes, force=force)
 
     @_one_at_a_time
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -486,27 +353,20 @@ class CheckpointManager:
             Misuse: no numbers by name.
         """
         step = check_step_number(step)
-        self._must_be_open()
-        attempt = self._begin()
-        if self._last is not None and self._last.id.step == step:
-            id = self._last.id
-        else:
-            found = choose(attempt.line, self._reader.listing().steps, step)
-            assert found is not None
-            id = found
+        id = self._tenure.identify(step)
         self._saves.note({**log.measured(id, metrics).to_json(), "time_ns": time.time_ns()})
 
     @_one_at_a_time
     def note(self, event: Mapping[str, Json]) -> None:
         """A line of the trainer's own for the log of the attempt; "event" says what it is."""
-        self._must_be_open()
-        self._begin()
+        self._tenure.begin()
         self._saves.note(states.as_json(dict(event), "event"))
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""
         self._background.wait(timeout)
-        self._raise_background_errors()
+        with self._lock:
+            self._tenure.raise_background_errors()
 
     @_one_at_a_time
     def delete(self, step: int) -> None:
@@ -517,18 +377,7 @@ class CheckpointManager:
             Misuse: it is the newest, pinned, written by Orbax, or the one to go back to while the
                 branch that forked there has fewer than two steps.
         """
-        step = check_step_number(step)
-        with self._matter() as matter:
-            self._must_be_open()
-            attempt = self._begin()
-            matter.decide("deleted", lambda: self._delete(step, attempt))
-
-    def _delete(self, step: int, attempt: Started) -> None:
-        found = choose(attempt.line, self._reader.listing().steps, step)
-        assert found is not None
-        if why := keeping.why_kept(self._store, attempt.line, found):
-            raise Misuse(f"step {step} {why}")
-        commit.delete_step(self._store, found, owner=attempt.number)
+        self._tenure.delete(check_step_number(step))
 
     def close(self) -> None:
         """Finish all saves and let go of the arena. Raises what nobody was told yet.
@@ -542,59 +391,17 @@ class CheckpointManager:
     def _close(self, why: str, *, in_order: bool) -> None:
         if self._ended:
             return
-        self._closed = True
+        self._tenure.is_closed = True
         # Interrupted here, it is closed to its user, and another call goes on with the rest.
         self._saves.close(in_order=in_order)
         try:
-            if self._calls:
+            if self._tenure.calls:
                 self.processes.leave(why)
         finally:
             self._saves.free_arena()
         self._collected.detach()
         self._ended = True
-        self._raise_background_errors()
-
-    # --- the other processes ------------------------------------------------------------------
-
-    def _matter(self) -> Matter:
-        """The next thing that all processes settle together."""
-        self._calls += 1
-        return self.processes.matter(f"call-{self._calls}", self.timeout_s)
-
-    @contextlib.contextmanager
-    def _peers_told(self, step: int) -> Iterator[None]:
-        """Those who wait for the part of this process must know that it will not come."""
-        try:
-            yield
-        except BaseException as error:
-            if self._attempt is not None:
-                step_id = StepId(step, self._attempt.decision.branch, self._attempt.number)
-                self.processes.matter(matter_of(step_id)).fail(error)
-            raise
-
-    # --- the background ---------------------------------------------------------------------
-
-    def _finish_attempt(self) -> None:
-        """Before another attempt: what is in flight belongs to the old one."""
-        self._saves.settle()
-        self._raise_background_errors()
-        self._background.pendings.clear()
-
-    @_one_at_a_time
-    def _raise_background_errors(self, pendings: Sequence[Pending] | None = None) -> None:
-        """Raise the oldest error of the background that nobody has been told."""
-        self._note_superseded()
-        self._background.raise_error(pendings)
-
-    def _note_superseded(self) -> None:
-        self._superseded = self._background.superseded() or self._superseded
-
-    def _must_be_open(self) -> None:
-        self._note_superseded()
-        if self._closed:
-            raise Misuse(f"{self.location}: the manager is closed")
-        if self._superseded is not None:
-            raise self._superseded
+        self._tenure.raise_background_errors()
 
 
 def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:

@@ -59,7 +59,7 @@ def save(
         if newest is not None and data is None:
             # Before a running trainer is superseded for nothing.
             states.must_go_on(_data_of(manager._reader, newest), data, f"{location}: step {number}")
-        manager._start(Wish("resume", load_values=False))
+        manager._tenure.start(Wish("resume", load_values=False))
         pending = manager.save(number, state, data=data, metrics=metrics, extra=extra, force=True)
         assert pending is not None
         pending.wait()

@@ -126,7 +126,7 @@ def abandon(manager: CheckpointManager) -> None:
     manager._saves.close(in_order=True)
     if manager._saves.arena is not None:
         manager._saves.arena.close(remove=False)
-    manager._closed = manager._ended = True
+    manager._tenure.is_closed = manager._ended = True
 
 
 Act = Callable[[Run, CheckpointManager, Rows], None]

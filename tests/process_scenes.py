@@ -63,7 +63,7 @@ def resume(stage: Stage, *, turned: bool = False) -> dict[str, Any]:
         }
         step = restored.step + 3
         m.save(step, state(step), data=data).wait()
-        return {**found, "steps": m.all_steps(), "attempt": m._attempt.number}
+        return {**found, "steps": m.all_steps(), "attempt": m._tenure.attempt.number}
 
 
 def rewind(stage: Stage) -> dict[str, Any]:
@@ -76,13 +76,15 @@ def rewind(stage: Stage) -> dict[str, Any]:
             seen.append(rows_of(next(data)))
             m.save(step, state(step), data=data)
         m.wait_until_finished()
-        m._finish_attempt()  # retention follows the last save
+        m._tenure.finish_attempt()  # retention follows the last save
         stage.meet()
         steps.append(m.all_steps())
 
     def begun(m: ckpt.CheckpointManager, restored: ckpt.Restored, data: Any) -> None:
-        assert m._attempt is not None
-        decisions.append([str(m._attempt.decision), [str(reach) for reach in m._attempt.line]])
+        assert m._tenure.attempt is not None
+        decisions.append(
+            [str(m._tenure.attempt.decision), [str(reach) for reach in m._tenure.attempt.line]]
+        )
         positions.append(data.get_state())
         if not restored.report.fresh:
             wrong.extend(differences(restored.state, restored.step))
@@ -164,10 +166,10 @@ def guarded(stage: Stage) -> dict[str, Any]:
         for _, batch in run:
             weights, loss = step_of(run.state["w"], batch["id"])
             run.update({"w": weights}, loss=loss)
-        assert m._attempt is not None
+        assert m._tenure.attempt is not None
         return {
             "rewinds": [str(each) for each in run.rewinds],
-            "decision": str(m._attempt.decision),
+            "decision": str(m._tenure.attempt.decision),
             "weight": float(run.state["w"].addressable_data(0)[0, 0]),
         }
 

@@ -56,14 +56,14 @@ def damaged_for_one(stage: Stage) -> dict[str, Any]:
     by_path = error_of(lambda: ckpt.restore(stage.root / "branch-1" / "3", like=template))
     with stage.manager() as m, pipeline().iterator(sharding=data_sharding()) as data:
         restored = m.resume(like=template, data=data)
-        assert m._attempt is not None
+        assert m._tenure.attempt is not None
         shards = restored.state["rows"].addressable_shards
         return {
             "restored": restored.step,
             "same": all(same_bits(np.asarray(s.data), wanted(2)["rows"][s.index]) for s in shards),
             "lost": [[lost.step, lost.reason] for lost in restored.report.lost],
             "position": data.get_state()["next_example"],
-            "decision": str(m._attempt.decision),
+            "decision": str(m._tenure.attempt.decision),
             "looked": [looked.step, [[lost.step, lost.reason] for lost in looked.report.lost]],
             "by_path": by_path,
         }
@@ -280,7 +280,7 @@ def other_calls(stage: Stage) -> dict[str, Any]:
             "deleted": deleted,
             "newest": newest,
             "steps": m.all_steps(),
-            "attempt": m._attempt.number,
+            "attempt": m._tenure.attempt.number,
         }
 
 

@@ -176,8 +176,8 @@ def test_a_rewind_to_a_branch_that_saved_nothing_is_what_resume_takes(tmp_path: 
     assert numbers(root) == [(5, 1), (10, 1)]
     with training(root) as trainer:
         assert trainer.resume() == 10
-        assert trainer.manager._attempt.decision.parent == StepId(10, 1, 1)
-        branch = trainer.manager._attempt.decision.branch
+        assert trainer.manager._tenure.attempt.decision.parent == StepId(10, 1, 1)
+        branch = trainer.manager._tenure.attempt.decision.branch
         assert branch == 5  # that of the rewind: it went on from its newest step
         trainer.train(15)
     assert numbers(root) == [(5, 1), (10, 1), (15, 5)]
@@ -230,7 +230,7 @@ def test_a_step_that_was_condemned_after_a_rewind_to_it_is_put_back(
     shutil.rmtree(root / "branch-1" / "5")  # nothing else of the lineage is there
     with training(root) as trainer:
         assert trainer.resume() == 10
-        assert trainer.manager._attempt.decision.parent == target
+        assert trainer.manager._tenure.attempt.decision.parent == target
     assert not list(root.rglob("*-deleted"))
     assert not (root / "branch-2" / "15").exists()  # what nobody went on from goes, as it was to
 

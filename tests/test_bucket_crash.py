@@ -121,7 +121,7 @@ def abandon(m: ckpt.CheckpointManager) -> None:
     m._saves.close(in_order=True)
     if m._saves.arena is not None:
         m._saves.arena.close(remove=True)
-    m._closed = m._ended = True
+    m._tenure.is_closed = m._ended = True
 
 
 def save_in_turn(m: ckpt.CheckpointManager, steps: Sequence[int]) -> None:

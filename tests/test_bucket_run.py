@@ -71,8 +71,8 @@ def test_a_run_in_a_bucket(root: str, tmp_path: Path) -> None:
         assert_same(restored.state, state_of(4))
         save_steps(m, [5], data)
         assert m.all_steps() == [2, 4, 5]
-        assert m._attempt is not None
-        assert m._attempt.decision.branch == m._attempt.number == 3
+        assert m._tenure.attempt is not None
+        assert m._tenure.attempt.decision.branch == m._tenure.attempt.number == 3
     assert_same(ckpt.restore(root).state, state_of(5))
     assert_same(ckpt.restore(f"{root}/branch-2/4", like=state_of(0)).state, state_of(4))
     assert ckpt.metadata(root).id.step == 5

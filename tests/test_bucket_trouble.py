@@ -115,7 +115,7 @@ def test_the_older_of_two_attempts_is_superseded(root: str, tmp_path: Path) -> N
             old.save(4, state_of(4))
     with manager_of(root, tmp_path) as m:
         assert m.resume().step == 3
-        assert m._attempt is not None
+        assert m._tenure.attempt is not None
     assert attempts.list_run(open_store(root)).remains == ()
 
 
@@ -141,8 +141,8 @@ def test_of_two_attempts_that_race_one_wins(root: str, tmp_path: Path) -> None:
     numbers: list[int] = []
     for m in both:
         m.resume()
-        assert m._attempt is not None
-        numbers.append(m._attempt.number)
+        assert m._tenure.attempt is not None
+        numbers.append(m._tenure.attempt.number)
     assert numbers == [1, 2]
     barrier = threading.Barrier(2)
     outcomes: list[Any] = [None, None]

@@ -206,7 +206,7 @@ def test_a_rewind_skips_what_was_served_on_either_side_of_a_fork(
             run.save(manager, step, 200 + step, rows)
         assert rows.next_example == 12
         if damaged:
-            for each in ("branch-1/2", f"branch-{manager._attempt.number}/3"):  # type: ignore[union-attr]
+            for each in ("branch-1/2", f"branch-{manager._tenure.attempt.number}/3"):  # type: ignore[union-attr]
                 (run.root / each / "manifest.json").write_bytes(b"{}")
         manager.rewind(1, skip_steps=range(2, 6), data=rows)
     assert rows.skips == [(2, 12)]
@@ -256,7 +256,7 @@ def test_steps_of_orbax_are_not_ours_to_delete(place: Path) -> None:
         (run.root / f"{step}" / "default").mkdir(parents=True)
         (run.root / f"{step}" / layout.ORBAX_STEP).write_bytes(b"{}")
     with run.manager() as manager:
-        manager._attempt = mock.Mock(line=Reader(run.location).listing().lineage)
+        manager._tenure.attempt = mock.Mock(line=Reader(run.location).listing().lineage)
         with pytest.raises(Misuse, match="step 1 was written by Orbax"):
             manager.delete(1)
     assert (run.root / "1/default").is_dir()

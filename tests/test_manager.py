@@ -436,7 +436,7 @@ def test_skips_are_kept_before_and_after_the_next_save(root: Path) -> None:
         with manager(root) as m, pipeline().iterator() as data:
             restored = m.resume(data=data)
             assert data.get_state()["skips"] == [[20, 24]]
-            assert m._attempt.decision.branch == 2
+            assert m._tenure.attempt.decision.branch == 2
             trained(m, data, steps)
     with manager(root) as m, pipeline().iterator() as data:
         m.rewind(2, skip_batches=range(8, 9), data=data, reason="again")
@@ -490,11 +490,11 @@ def test_an_older_step_opens_a_branch_and_the_newest_does_not(root: Path) -> Non
         m.resume()
         save_steps(m, [1, 2, 3])
         m.restore()
-        assert m._attempt.decision.branch == 1
+        assert m._tenure.attempt.decision.branch == 1
         m.restore(3)
-        assert m._attempt.decision.branch == 1
+        assert m._tenure.attempt.decision.branch == 1
         m.restore(2)
-        assert m._attempt.decision.branch == m._attempt.number
+        assert m._tenure.attempt.decision.branch == m._tenure.attempt.number
         save_steps(m, [3])
         m.resume()
         assert m.all_steps() == [1, 2, 3]
@@ -511,7 +511,7 @@ def test_keep_last_every_and_best(root: Path) -> None:
         for step, loss in losses.items():
             m.save(step, state_of(step), metrics={"loss": loss}).wait()
         m.wait_until_finished()
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [2, 4, 8, 9]
         assert m.best_step() == 2
 
@@ -522,7 +522,7 @@ def test_a_worsening_metric_never_evicts_the_newest(root: Path) -> None:
         for step in range(1, 11):
             m.save(step, state_of(step), metrics={"loss": step}).wait()
             assert m.latest_step() == step
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [1, 10]
 
 
@@ -532,11 +532,11 @@ def test_pinned_steps_stay(root: Path) -> None:
         m.save(1, state_of(1)).wait()
         ckpt.pin(root, 1)
         save_steps(m, [2, 3])
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [1, 3]
         ckpt.unpin(root, 1)
         m.save(4, state_of(4)).wait()
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [4]
 
 
@@ -546,10 +546,10 @@ def test_the_fork_point_stays_until_two_steps_of_its_branch(root: Path) -> None:
         save_steps(m, [1, 2])
         m.rewind(2)
         save_steps(m, [3])
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [2, 3]
         save_steps(m, [4])
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [4]
 
 
@@ -614,7 +614,7 @@ def test_a_root_that_orbax_filled_is_the_oldest_part(root: Path) -> None:
         assert restored.step == 10
         assert_same(restored.state, state)
         save_steps(m, [11, 12, 13])
-        m._finish_attempt()
+        m._tenure.finish_attempt()
         assert m.all_steps() == [10, 13]
 
 
@@ -633,7 +633,7 @@ def test_the_log_tells_what_happened(root: Path) -> None:
     with manager(root, keep=ckpt.Keep(last=1)) as m:
         m.resume()
         save_steps(m, [1, 2])
-        m._finish_attempt()
+        m._tenure.finish_attempt()
     lines = [json.loads(line) for line in (root / "log" / "a1.jsonl").read_text().splitlines()]
     assert [(line["event"], line["step"]) for line in lines] == [
         ("save", 1),

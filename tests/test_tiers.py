@@ -116,7 +116,7 @@ def die(manager: ckpt.CheckpointManager) -> None:
     manager._saves.arena.close(remove=False)
     assert manager._saves._backend is not None
     manager._saves._backend.close()
-    manager._closed = manager._ended = True
+    manager._tenure.is_closed = manager._ended = True
     manager._collected.detach()
 
 
