@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from formats.arrayrecord import ArrayRecordSource, write_array_record
+    from formats.arrow import ArrowSource, write_arrow
     from formats.errors import (
         BadRecord,
         Damaged,
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from formats.opening import open_source
     from formats.parquet import ParquetSource, write_parquet
     from formats.source import Source, Spec
+    from formats.tokens import TokenSource
 
 _HOME = {
     "ArrayRecordSource": "arrayrecord",
+    "ArrowSource": "arrow",
     "BadRecord": "errors",
     "Damaged": "errors",
     "DataError": "errors",
@@ -35,14 +38,17 @@ _HOME = {
     "Source": "source",
     "Spec": "source",
     "StoreFailed": "errors",
+    "TokenSource": "tokens",
     "Unsupported": "errors",
     "open_source": "opening",
     "write_array_record": "arrayrecord",
+    "write_arrow": "arrow",
     "write_parquet": "parquet",
 }
 
 __all__ = [
     "ArrayRecordSource",
+    "ArrowSource",
     "BadRecord",
     "Damaged",
     "DataError",
@@ -54,9 +60,11 @@ __all__ = [
     "Source",
     "Spec",
     "StoreFailed",
+    "TokenSource",
     "Unsupported",
     "open_source",
     "write_array_record",
+    "write_arrow",
     "write_parquet",
 ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from formats.errors import Misuse
 from formats.source import Column
 
 
@@ -30,6 +31,25 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.list_(plain_type(kind.value_type), kind.list_size)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return pa.list_(plain_type(kind.value_type))
+    return kind
+
+
+def cached_type(kind: pa.DataType) -> pa.DataType:
+    """`kind` without dictionaries and views, the values in their place; read as the same."""
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_dictionary(kind):
+        return cached_type(kind.value_type)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(cached_type(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(cached_type(kind.value_type))
+    if pa.types.is_list(kind):
+        return pa.list_(cached_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(cached_type(field.type)) for field in kind])
     return kind
 
 
@@ -101,6 +121,20 @@ def arrow_array(values: Any) -> pa.Array:
     return array
 
 
+def as_table(columns: Mapping[str, Any]) -> pa.Table:
+    """Columns to write, by name, as `arrow_array` takes them. Raises: Misuse."""
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = arrow_array(values)
+        except (pa.ArrowException, TypeError) as error:
+            raise Misuse(f"column {name!r} fits no Arrow type: {error}") from error
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise Misuse(f"columns of different lengths: {lengths}")
+    return pa.table(arrays)
+
+
 def gather(
     pieces: Sequence[tuple[np.ndarray, np.ndarray | list[Any]]], column: Column, rows: int
 ) -> np.ndarray | list[Any]:
@@ -156,7 +190,7 @@ def _dense(
     values = _dense(inner, dtype, shape[1:], fill).reshape((valid, *shape))
     if not array.null_count or fill is None:
         return values
-    out = np.full((len(array), *shape), _numpy(fill, dtype), dtype)
+    out = np.full((len(array), *shape), numpy_scalar(fill, dtype), dtype)
     out[array.is_valid().to_numpy(zero_copy_only=False)] = values
     return out
 
@@ -173,6 +207,7 @@ def _ragged(array: pa.Array, dtype: str, fill: pa.Scalar | None) -> list[Any]:
     return rows
 
 
-def _numpy(fill: pa.Scalar, dtype: str) -> np.generic:
+def numpy_scalar(fill: pa.Scalar, dtype: str) -> np.generic:
+    """What stands for null, as an element of a column of `dtype`."""
     array = pa.array([fill.as_py()], fill.type)
     return np.array(array.to_numpy(zero_copy_only=False), dtype=dtype)[0]

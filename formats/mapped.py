@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from typing import final
 
@@ -16,19 +17,19 @@ from formats.files import File, naming, open_binary
 class Mapped:
     """One local file, mapped for reading.
 
-    bytes: all of it, uint8, read-only; shares the pages of every process that maps the file.
+    raw: all of it; shares the pages of every process that maps the file.
+    bytes: the same, uint8, read-only.
 
     Raises: Mismatch when its size is not what was listed; NotFound, StoreFailed.
     """
 
     def __init__(self, file: File) -> None:
         self._file = file
-        self._map: mmap.mmap | None = None
-        self.bytes = np.zeros(0, np.uint8)
+        self.raw: mmap.mmap | bytes = b""
         with open_binary(file) as stream, naming(file.path):
-            if file.size_bytes:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                self.bytes = np.frombuffer(self._map, np.uint8)
+            if os.fstat(stream.fileno()).st_size:  # an empty file cannot be mapped
+                self.raw = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes = np.frombuffer(self.raw, np.uint8)
         self.check()
 
     def check(self) -> None:
@@ -37,7 +38,7 @@ class Mapped:
         Meant before each read. A file that is replaced, as a new file under its name, stays as it
         was for those who have mapped it.
         """
-        size_bytes = self._map.size() if self._map is not None else 0
+        size_bytes = self.raw.size() if isinstance(self.raw, mmap.mmap) else 0
         if size_bytes != self._file.size_bytes:
             raise Mismatch(
                 f"{self._file.path} changed since the source was opened; open it again,"

@@ -6,35 +6,63 @@ import difflib
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from formats.arrayrecord import ArrayRecordSource
 from formats.errors import Misuse, Unsupported
 from formats.files import File, Pattern, find
-from formats.parquet import ParquetSource
 from formats.source import Source
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 _SUFFIXES = {
     ".array_record": "array_record",
     ".arrayrecord": "array_record",
+    ".arrow": "arrow",
+    ".bin": "tokens",
+    ".feather": "arrow",
+    ".npy": "tokens",
     ".parquet": "parquet",
 }
-_FORMATS = ("array_record", "parquet")
+_OPTIONS = {
+    "array_record": (),
+    "arrow": ("columns", "fill_null"),
+    "parquet": ("columns", "fill_null", "cache"),
+    "tokens": ("window", "stride", "dtype", "header_bytes"),
+}
+_TITLES = {
+    "array_record": "ArrayRecord files have no columns",
+    "arrow": "Arrow files are columns, memory-mapped as they are",
+    "parquet": "Parquet files are columns",
+    "tokens": "token files are one array of integers",
+}
 
 
 def open_source(
     pattern: Pattern | Sequence[Pattern],
     *,
-    columns: Sequence[str] | None = None,
     format: str | None = None,
+    columns: Sequence[str] | None = None,
     fill_null: Mapping[str, Any] | None = None,
+    cache: Pattern | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    dtype: DTypeLike | None = None,
+    header_bytes: int | None = None,
 ) -> Source:
     """Open the files that match `pattern`, one or a list of patterns, paths or URLs, as one source.
 
     Records are numbered through the files in the order of `formats.files.find`: the matches of a
-    pattern sorted by path as plain text. The format follows from the suffix (`.array_record`,
-    `.arrayrecord`, `.parquet`, each also with `-00000-of-00010` behind it) unless `format` says
-    `array_record` or `parquet`. `columns` and `fill_null` belong to Parquet: see `ParquetSource`.
+    pattern sorted by path as plain text. The format follows from the suffix, also with
+    `-00000-of-00010` behind it, unless `format` says it:
+
+    - `array_record` (`.array_record`, `.arrayrecord`): records of bytes;
+    - `parquet` (`.parquet`): rows of columns. `columns` and `fill_null`: see `ParquetSource`;
+      `cache`, a local directory, makes any order of rows cheap: see `ParquetSource.cached`;
+    - `arrow` (`.arrow`, `.feather`): rows of columns, with `columns` and `fill_null` too;
+    - `tokens` (`.bin`, `.npy`): windows of `window` tokens. `window`, which has to be given,
+      `stride`, `dtype` and `header_bytes`: see `TokenSource`.
+
     Files without records are fine; so is a source without any, which a `Pipeline` then refuses.
 
     Raises: NotFound when nothing matches, saying what is there; Misuse for mixed formats or
@@ -43,15 +71,47 @@ def open_source(
     """
     files = find(pattern)
     name = _format(files) if format is None else format
-    if name == "parquet":
-        return ParquetSource(files, columns=columns, fill_null=fill_null)
-    if name != "array_record":
-        close = difflib.get_close_matches(name, _FORMATS, n=1)
+    if name not in _OPTIONS:
+        close = difflib.get_close_matches(name, _OPTIONS, n=1)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        raise Misuse(f"format={name!r} is none of {', '.join(_FORMATS)}{guess}")
-    if columns is not None or fill_null is not None:
-        raise Misuse("ArrayRecord files have no columns: leave out columns= and fill_null=")
-    return ArrayRecordSource(files)
+        raise Misuse(f"format={name!r} is none of {', '.join(_OPTIONS)}{guess}")
+    given = {
+        "columns": columns,
+        "fill_null": fill_null,
+        "cache": cache,
+        "window": window,
+        "stride": stride,
+        "dtype": dtype,
+        "header_bytes": header_bytes,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
+    odd = [f"{key}=" for key in options if key not in _OPTIONS[name]]
+    if odd:
+        raise Misuse(f"{_TITLES[name]}: leave out {' and '.join(odd)} ({files[0].path})")
+    return _open(name, files, options)
+
+
+def _open(name: str, files: Sequence[File], options: dict[str, Any]) -> Source:
+    """Only the reader that is needed is imported."""
+    if name == "array_record":
+        from formats.arrayrecord import ArrayRecordSource
+
+        return ArrayRecordSource(files)
+    if name == "arrow":
+        from formats.arrow import ArrowSource
+
+        return ArrowSource(files, **options)
+    if name == "tokens":
+        from formats.tokens import TokenSource
+
+        if "window" not in options:
+            raise Misuse(f"{files[0].path}: token files need window=, the tokens in a record")
+        return TokenSource(files, **options)
+    from formats.parquet import ParquetSource
+
+    directory = options.pop("cache", None)
+    source = ParquetSource(files, **options)
+    return source if directory is None else source.cached(directory)
 
 
 def _format(files: Sequence[File]) -> str:

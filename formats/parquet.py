@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from formats.columns import (
-    arrow_array,
+    as_table,
     convert,
     describe,
     first_bad,
@@ -32,11 +32,15 @@ from formats.files import (
     open_binary,
     replacing,
 )
-from formats.projection import check_names, check_same, chosen, fills, told
+from formats.projection import check_same, check_schema, chosen, fills, told
 from formats.source import Handles, Source, Spec, as_rows, grouped, sealed
+
+if TYPE_CHECKING:
+    from formats.cache import CachedParquetSource
 
 _OPEN_FILES = 128
 _CACHE_BYTES = 256 * 1024 * 1024
+_BATCH_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,15 @@ class ParquetSource(Source):
         fill_null: Mapping[str, Any] | None = None,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        self._files = tuple(files)
+        self.files = tuple(files)
         with ThreadPoolExecutor(THREADS) as pool:
-            footers = list(pool.map(_footer, self._files))
-        types = chosen(self._files[0], footers[0].schema, columns)
-        check_same(self._files, [footer.schema for footer in footers], types, columns)
+            footers = list(pool.map(_footer, self.files))
+        types = chosen(self.files[0], footers[0].schema, columns)
+        check_same(self.files, [footer.schema for footer in footers], types, columns)
+        self.types = types
         self._columns = tuple(describe(name, kind) for name, kind in types.items())
-        self._fill = fills(types, self._columns, fill_null or {})
+        self.fill_null = dict(fill_null or {})
+        self._fill = fills(types, self._columns, self.fill_null)
         groups = [
             (number, group, rows)
             for number, footer in enumerate(footers)
@@ -109,7 +115,7 @@ class ParquetSource(Source):
 
     def __repr__(self) -> str:
         names = ", ".join(column.name for column in self._columns)
-        return f"ParquetSource({len(self._files)} files, {len(self)} rows, columns {names})"
+        return f"ParquetSource({len(self.files)} files, {len(self)} rows, columns {names})"
 
     @property
     def spec(self) -> Spec:
@@ -136,8 +142,8 @@ class ParquetSource(Source):
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
         if self._digests is None:
-            self._digests = all_digests(self._files)
-        files = in_fingerprint(self._files, np.diff(self._file_starts).tolist(), self._digests)
+            self._digests = all_digests(self.files)
+        files = in_fingerprint(self.files, np.diff(self._file_starts).tolist(), self._digests)
         fill = {name: str(value) for name, value in self._fill.items()}
         return sealed(
             {
@@ -155,7 +161,7 @@ class ParquetSource(Source):
         ((part, positions, _),) = grouped(rows, self._starts)
         number, group = self._groups[part].tolist()
         return (
-            f"{self._files[number].path}, row {self._row(part, int(positions[0]))}"
+            f"{self.files[number].path}, row {self._row(part, int(positions[0]))}"
             f" (row group {group})"
         )
 
@@ -163,6 +169,56 @@ class ParquetSource(Source):
         """See `Source.close`."""
         self._handles.close()
         self._decoded = Decoded(self._cache_bytes)
+
+    def cached(self, directory: Pattern) -> CachedParquetSource:
+        """The same rows from memory-mapped Arrow files in `directory`, built where missing.
+
+        Any row then costs what a row costs in memory: made for the exact shuffle of all rows.
+        Only the columns that are read are copied, uncompressed. The first call decodes every
+        Parquet file once, with progress on a terminal; what a killed call has finished is kept,
+        and of several processes one builds while the others wait. Files that changed, or another
+        set of columns, make another entry; delete entries that are no longer wanted. The directory
+        should be on a local disk, and can be shared by any number of sources.
+
+        The fingerprint stays that of the Parquet files, so states fit with and without the cache.
+
+        Raises: BadRecord for a row group that cannot be decoded; Unsupported for a column that
+        Arrow files cannot hold; StoreFailed, also for a full disk; Damaged, Mismatch, NotFound.
+        """
+        from formats.cache import cached  # it needs the Arrow reader, which few need
+
+        return cached(self, directory)
+
+    @property
+    def file_rows(self) -> list[int]:
+        """Number of rows of each file."""
+        counts: list[int] = np.diff(self._file_starts).tolist()
+        return counts
+
+    def file_of(self, index: int) -> int:
+        """Which of `files` holds row `index`."""
+        return int(np.searchsorted(self._file_starts, index, side="right") - 1)
+
+    def batches(self, number: int) -> Iterator[pa.RecordBatch]:
+        """The rows of one file in their order, the columns that are read, a few MiB at a time.
+
+        Raises: BadRecord naming the first row that did not come; the errors of opening the file.
+        """
+        opened = self._open(number)
+        names = [column.name for column in self._columns]
+        first = int(np.searchsorted(self._groups[:, 0], number))
+        for part in range(first, first + opened.parquet.metadata.num_row_groups):
+            done = 0
+            batches = opened.batches(int(self._groups[part, 1]), names)
+            while True:
+                try:
+                    batch = next(batches, None)
+                except Exception as error:
+                    raise self._failed(part, done, error) from error
+                if batch is None:
+                    break
+                done += batch.num_rows
+                yield batch
 
     def _group(self, part: int, positions: np.ndarray) -> pa.Table:
         """One decoded row group, the columns that are read."""
@@ -191,7 +247,7 @@ class ParquetSource(Source):
             return table
 
     def _open(self, number: int) -> _OpenFile:
-        file = self._files[number]
+        file = self.files[number]
         opened = _OpenFile(file)
         wanted = int(self._file_starts[number + 1] - self._file_starts[number])
         if opened.parquet.metadata.num_rows != wanted:
@@ -209,16 +265,16 @@ class ParquetSource(Source):
     def _failed(self, part: int, position: int, error: Exception) -> DataError:
         """The error for a row group that cannot be decoded."""
         if isinstance(error, pa.ArrowNotImplementedError):
-            return Unsupported(f"{self._files[int(self._groups[part, 0])].path}: {error}")
+            return Unsupported(f"{self.files[int(self._groups[part, 0])].path}: {error}")
         if _is_arrow(error):
             return self._bad(part, position, str(error))
-        path = self._files[int(self._groups[part, 0])].path
+        path = self.files[int(self._groups[part, 0])].path
         return StoreFailed(f"{path}: cannot be read ({type(error).__name__}: {error})")
 
     def _bad(self, part: int, position: int, cause: str) -> BadRecord:
         """The error for one row."""
         number, group = self._groups[part].tolist()
-        path, row = self._files[number].path, self._row(part, position)
+        path, row = self.files[number].path, self._row(part, position)
         index = int(self._starts[part]) + position
         return BadRecord(
             f"{path}, row {row} (row group {group}; record {index} of the source): {cause}",
@@ -260,6 +316,13 @@ class _OpenFile:
         table = self.parquet.read_row_group(group, columns=columns, use_threads=False)
         return table.combine_chunks()
 
+    def batches(self, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """The same in pieces of about `_BATCH_BYTES`."""
+        about = self.parquet.metadata.row_group(group)
+        row_bytes = max(1, about.total_byte_size // max(1, about.num_rows))
+        rows = min(max(1, _BATCH_BYTES // row_bytes), 1 << 16)
+        yield from self.parquet.iter_batches(rows, row_groups=[group], columns=columns)
+
 
 def write_parquet(
     path: Pattern, columns: Mapping[str, Any] | pa.Table, *, row_group_size: int | None = None
@@ -276,23 +339,10 @@ def write_parquet(
     """
     if row_group_size is not None and row_group_size < 1:
         raise Misuse(f"row_group_size={row_group_size}: wanted at least 1")
-    table = columns if isinstance(columns, pa.Table) else _table(columns)
+    table = columns if isinstance(columns, pa.Table) else as_table(columns)
     with replacing(path) as temporary, naming(os.fspath(path), "written"):
         pq.write_table(table, temporary, row_group_size=row_group_size, write_page_checksum=True)
     return int(table.num_rows)
-
-
-def _table(columns: Mapping[str, Any]) -> pa.Table:
-    arrays = {}
-    for name, values in columns.items():
-        try:
-            arrays[name] = arrow_array(values)
-        except (pa.ArrowException, TypeError) as error:
-            raise Misuse(f"column {name!r} fits no Arrow type: {error}") from error
-    lengths = {name: len(array) for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise Misuse(f"columns of different lengths: {lengths}")
-    return pa.table(arrays)
 
 
 def _footer(file: File) -> _Footer:
@@ -304,7 +354,7 @@ def _footer(file: File) -> _Footer:
             f" and row groups of {list(rows)} rows"
         )
     schema = opened.parquet.schema_arrow
-    check_names(file, schema)
+    check_schema(file, schema)
     return _Footer(rows, schema)
 
 

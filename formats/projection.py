@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from formats.columns import NullFound, fill_scalar, plain_type
-from formats.errors import Mismatch, Misuse, Unsupported
+from formats.errors import Damaged, Mismatch, Misuse, Unsupported
 from formats.files import File
 from formats.source import Column
 
+_MAX_VALUES = (1 << 31) - 1
 
-def check_names(file: File, schema: pa.Schema) -> None:
-    """Raise Unsupported for a file with several columns of one name."""
+
+def check_schema(file: File, schema: pa.Schema) -> None:
+    """Raise Unsupported for several columns of one name, Damaged for rows of an absurd size."""
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
         raise Unsupported(f"{file.path} has several columns named {', '.join(twice)}")
+    for field in schema:
+        for size in _list_sizes(field.type, 1):
+            if not 0 <= size <= _MAX_VALUES:
+                raise Damaged(
+                    f"{file.path}: column {field.name!r} is said to have {size} values a row;"
+                    f" wanted 0 to {_MAX_VALUES}"
+                )
+
+
+def _list_sizes(kind: pa.DataType, outer: int) -> Iterator[int]:
+    """Values a row, of each list of fixed size in `kind` with those around it."""
+    if pa.types.is_fixed_size_list(kind):
+        outer *= kind.list_size
+        yield outer
+    for number in range(kind.num_fields):
+        yield from _list_sizes(kind.field(number).type, outer)
 
 
 def chosen(file: File, schema: pa.Schema, columns: Sequence[str] | None) -> dict[str, pa.DataType]:

@@ -104,6 +104,13 @@ def test_the_format_follows_from_the_suffix(tmp_path):
         assert isinstance(formats.open_source(path), formats.ArrayRecordSource)
     formats.write_parquet(tmp_path / "d.parquet", {"x": [1]})
     assert isinstance(formats.open_source(tmp_path / "d.parquet"), formats.ParquetSource)
+    for name in ["f.arrow", "g.feather"]:
+        formats.write_arrow(tmp_path / name, {"x": [1]})
+        assert isinstance(formats.open_source(tmp_path / name), formats.ArrowSource)
+    np.arange(1, 9, dtype=np.uint16).tofile(tmp_path / "h.bin")
+    np.save(tmp_path / "i.npy", np.arange(8))
+    for name in ["h.bin", "i.npy"]:
+        assert isinstance(formats.open_source(tmp_path / name, window=4), formats.TokenSource)
     with pytest.raises(formats.Misuse, match=r"several formats: array_record \(.*parquet \("):
         formats.open_source(tmp_path / "*")
     odd = put(tmp_path / "e.records", b"r")
@@ -214,6 +221,10 @@ def test_what_a_url_cannot_do(memory):
     memory.pipe("/formats-test/a.array_record", b"x")
     with pytest.raises(formats.Unsupported, match=r"local file systems only; mount .* or copy"):
         formats.open_source("memory://formats-test/a.array_record")
+    for name, options in {"a.arrow": {}, "a.bin": {"window": 1}}.items():
+        memory.pipe(f"/formats-test/{name}", b"x")
+        with pytest.raises(formats.Unsupported, match=r"local file systems only; mount .* or copy"):
+            formats.open_source(f"memory://formats-test/{name}", **options)
     with pytest.raises(formats.Unsupported, match="no reader for nosuch://"):
         formats.open_source("nosuch://bucket/*.parquet")
 
@@ -244,6 +255,20 @@ def test_the_package_is_a_list_of_names():
     typed = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name for node in typed.body for alias in node.names}  # type: ignore[attr-defined]
     assert seen == set(formats.__all__) == set(formats._HOME)
+
+
+def test_opening_imports_only_what_it_needs(tmp_path):
+    np.arange(1, 9, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    code = (
+        f"import sys, formats; path = {str(tmp_path / 'a.bin')!r};"
+        "formats.open_source(path, window=2).read([0]);"
+        "print(sorted({'pyarrow', 'array_record', 'rich'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_importing_the_package_loads_nothing():
