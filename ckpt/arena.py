@@ -24,7 +24,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,9 @@ class Arena:
 
     `owner` is a JSON object that says who this is (`run`, ...); pid, host and start time are added.
     With `frees_stale`, arenas of dead runs that lie beside this one are deleted when there is no
-    room for a slot. Thread-safe. A forked child does not keep the lock.
+    room for a slot. `when_fewer` is told, by a claim, how many slots are left when it goes on with
+    fewer: whoever holds some for long must give them back. Thread-safe. A forked child does not
+    keep the lock.
 
     Raises `InUse`, naming the owner, when a live one holds the directory; `StoreFailed` when the
     directory cannot be made or is not private to this user.
@@ -108,6 +110,7 @@ class Arena:
         owner: dict[str, Any],
         slots: int = 2,
         frees_stale: bool = False,
+        when_fewer: Callable[[int], None] = lambda slots: None,
     ) -> None:
         if not 1 <= slots <= 1000:
             raise Misuse(f"slots: wanted 1 to 1000, found {slots}")
@@ -116,6 +119,7 @@ class Arena:
         """How many slots `claim` uses; fewer than were wanted where there is no room for them. With
         1, a crash while saving leaves no snapshot at all."""
         self._frees_stale = frees_stale
+        self._when_fewer = when_fewer
         self._free = threading.Condition()
         self._held: dict[int, int] = {}  # by slot: how many hold it
         self._filling: set[int] = set()  # claimed, and no image is there yet
@@ -162,6 +166,8 @@ class Arena:
                         raise
                 finally:
                     self._take_back(number)
+                if not again:
+                    self._when_fewer(self.slots)
                 continue
             except BaseException:
                 self._take_back(number)
@@ -235,8 +241,8 @@ class Arena:
         if left_s is not None and left_s <= 0:
             raise NoFreeSlot(
                 f"{self.directory}: none of {counted(self.slots, 'slot')} came free within "
-                f"{timeout_s} s: earlier snapshots are still being written; give more slots, or "
-                "save less often"
+                f"{timeout_s} s: each has a snapshot that somebody still needs; give more slots, "
+                "or save less often"
             )
         # Nobody tells that another process has read a slot to the end.
         self._free.wait(min(_POLL_S, left_s or _POLL_S) if free else left_s)

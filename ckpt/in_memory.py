@@ -16,7 +16,7 @@ class InMemory:
     """Holds a slot for each snapshot that is to stay. Thread-safe.
 
     Args:
-        keep: how many of the newest stay; 0 without a Memory tier.
+        keep: how many of the newest stay; 0 without a Memory tier, or without room for it.
     """
 
     def __init__(self, keep: int) -> None:
@@ -68,6 +68,20 @@ class InMemory:
             if self._keep and image.slot is not None and image.id not in kept:
                 self._stay(image.id, arena.adopt(image.slot))
 
+    def limit(self, keep: int) -> None:
+        """From now on so many stay."""
+        with self._lock:
+            self._keep = keep
+            gone = self._surplus()
+        for _, slot in gone:
+            slot.release()
+
+    @property
+    def awaited(self) -> int:
+        """How many slots hold snapshots that some process may not have copied yet."""
+        with self._lock:
+            return len(self._copied)
+
     def held(self, number: int, arena: Arena) -> Slot:
         """The slot of an image, for one more holder."""
         with self._lock:
@@ -88,8 +102,12 @@ class InMemory:
     def _stay(self, id: StepId, slot: Slot) -> None:
         with self._lock:
             self._kept = sorted([*self._kept, (id, slot)], key=lambda each: each[0])
-            surplus = max(0, len(self._kept) - self._keep)
-            gone = self._kept[:surplus]
-            del self._kept[:surplus]
+            gone = self._surplus()
         for _, each in gone:
             each.release()
+
+    def _surplus(self) -> list[tuple[StepId, Slot]]:
+        """Those that stay no longer, to be released; the caller has the lock."""
+        count = max(0, len(self._kept) - self._keep)
+        gone, self._kept = self._kept[:count], self._kept[count:]
+        return gone

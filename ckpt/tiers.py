@@ -168,6 +168,20 @@ class Tiers:
                     "and Keep(last=...) or Keep(every=...) to this one"
                 )
 
+    def must_fit(self, slots: int) -> None:
+        """Memory leaves a slot for the next snapshot.
+
+        Raises:
+            Misuse: it would hold all of them.
+        """
+        kept = self.kept_in_memory
+        if slots <= kept:
+            raise Misuse(
+                f"CheckpointManager: slots: these tiers need {self.least_slots}, found {slots}: "
+                f"{kept} for what Memory keeps, one to copy into, and one that is written out "
+                f"meanwhile; with {kept + 1} each save waits until the one before is written"
+            )
+
     @property
     def memory(self) -> Memory | None:
         """The Memory tier, if there is one."""
@@ -198,7 +212,8 @@ class Tiers:
 
     @property
     def least_slots(self) -> int:
-        """Of the arena: one to copy into while another is written out, and what memory keeps."""
+        """Of the arena, for saves that do not wait for the one before: one to copy into while
+        another is written out, and what memory keeps."""
         return 2 + self.kept_in_memory
 
     @property

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from ckpt import image
+from ckpt import image, owning
 from ckpt.arena import Arena, Slot
 from ckpt.image import Plan
+from ckpt.slot_files import SlotFiles
 from ckpt.specs import ArraySpec, ShardSpec
 
 OWNER = {"run": "runs/a"}
@@ -43,3 +46,17 @@ def child(code: str, *arguments: Any) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+class Place:
+    """A place of so many bytes, for the slots of the arenas in a directory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, parent: Path, size_bytes: int) -> None:
+        self.parent, self.size_bytes = parent, size_bytes
+        monkeypatch.setattr(SlotFiles, "free_bytes", lambda _: self.free_bytes)
+        monkeypatch.setattr(owning, "_free_bytes", lambda _: self.free_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        slots = self.parent.rglob("slot-*")
+        return self.size_bytes - sum(512 * slot.stat().st_blocks for slot in slots)

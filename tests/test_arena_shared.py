@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arena_slots import OWNER, child, plan_of, put, steps
+from arena_slots import OWNER, Place, child, plan_of, put, steps
 
-from ckpt import image, owning
+from ckpt import image
 from ckpt.arena import Arena, Slot
 from ckpt.errors import InUse, Misuse, StoreFailed
 from ckpt.owning import remove_stale, stale_arenas
-from ckpt.slot_files import SlotFiles
 
 
 @pytest.fixture
@@ -182,20 +181,6 @@ def test_a_dying_owner_is_waited_for(tmp_path: Path) -> None:
 
 
 # -- places
-
-
-class Place:
-    """A place of so many bytes, for the slots of the arenas in a directory."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, parent: Path, size_bytes: int) -> None:
-        self.parent, self.size_bytes = parent, size_bytes
-        monkeypatch.setattr(SlotFiles, "free_bytes", lambda _: self.free_bytes)
-        monkeypatch.setattr(owning, "_free_bytes", lambda _: self.free_bytes)
-
-    @property
-    def free_bytes(self) -> int:
-        slots = self.parent.rglob("slot-*")
-        return self.size_bytes - sum(512 * slot.stat().st_blocks for slot in slots)
 
 
 MIB = 2**20
