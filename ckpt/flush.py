@@ -25,6 +25,7 @@ from ckpt import layout
 from ckpt.errors import CheckpointError, Damaged, NotFound
 from ckpt.lineage import Lineage, StepId, counts
 from ckpt.messages import Begin, Setup
+from ckpt.processes import Processes
 from ckpt.slots import Slots, step_of
 from ckpt.store import Store
 
@@ -109,6 +110,23 @@ def newest_of_all(holdings: Sequence[Holding]) -> StepId | None:
     """The newest step that every process holds; pure."""
     common = set.intersection(*(set(each.steps) for each in holdings))
     return max(common, default=None)
+
+
+def meet(processes: Processes, run: str, timeout_s: float, *, in_order: bool) -> None:
+    """Trainers that close flush at one time: their writers do not wait long for each other.
+
+    Args:
+        run: its location, for the log.
+        in_order: the others can be expected to close, too; otherwise they are told not to wait.
+    """
+    closing = processes.matter("close", timeout_s)
+    if not in_order:
+        closing.fail(CheckpointError("it does not wait for the others"))
+        return
+    try:
+        closing.gather("ready", True)
+    except CheckpointError as error:
+        _log.warning("%s: closing without the others: %s", run, error)
 
 
 def clear(store: Store, owner: int) -> None:

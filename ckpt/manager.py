@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
 
 from ckpt import candidates, log, states
 from ckpt.arguments import check_step_number, must_be, whole_number
+from ckpt.backend import WriterKind
 from ckpt.errors import CheckpointError, Misuse
 from ckpt.fit import EXACT, Fit
 from ckpt.loading import DEFAULT, Loading
@@ -23,7 +24,7 @@ from ckpt.pending import Background, Pending
 from ckpt.processes import TIMEOUT_S, Processes, of_run
 from ckpt.reader import MISSING, Reader, Restored
 from ckpt.retention import Best
-from ckpt.saves import Saves, WriterKind
+from ckpt.saves import Saves
 from ckpt.start import Wish, batches_of
 from ckpt.status import Status
 from ckpt.store import Store, open_store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -144,6 +145,15 @@ class Background:
         errors = [each.error for each in self.pendings]
         found = [each for each in (*errors, *self.unheard) if isinstance(each, Superseded)]
         return found[-1] if found else None
+
+    def under_way(self) -> dict[str, int]:
+        """How many saves are on their way to each tier that has any."""
+        return Counter(
+            tier
+            for pending in list(self.pendings)
+            for tier in pending.tiers
+            if not pending.has_ended(tier)
+        )
 
     def wait(self, timeout_s: float | None) -> None:
         """Block until all have ended. Raises TimeoutError."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 from ckpt.lineage import Lineage, StepId, counts
 from ckpt.messages import Trouble
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Status:
 
     @property
     def degraded(self) -> bool:
-        """Does a tier fail that is still being tried, or has memory no room for what it keeps?"""
+        """Does a tier fail that is still being tried?"""
         return any(not tier.works for tier in self.tiers.values())
 
 
@@ -59,10 +62,12 @@ class Progress:
     """What each tier has got, and what ails it. Thread-safe: reports come from other threads.
 
     Args:
+        run: its location, for the log.
         tiers: their names, nearest first.
     """
 
-    def __init__(self, tiers: Iterable[str]) -> None:
+    def __init__(self, run: str, tiers: Iterable[str]) -> None:
+        self._run = run
         self._lock = threading.Lock()
         self._line: Lineage | None = None
         self._newest: dict[str, StepId | None] = dict.fromkeys(tiers)
@@ -99,18 +104,18 @@ class Progress:
             self._troubles.pop(report.tier, None)
             if report.text:
                 self._troubles[report.tier] = report
+        how = f"fails, and is tried again: {report.text}" if report.text else "works again"
+        _log.warning("%s: tier %s %s", self._run, report.tier, how)
 
     def newest(self, tier: str) -> StepId | None:
         """The newest step there."""
         with self._lock:
             return self._newest.get(tier)
 
-    def troubles(self, tiers: Container[str]) -> str:
-        """All that is known against some tiers, in words."""
+    def troubles(self) -> str:
+        """All that is known against tiers, in words."""
         with self._lock:
-            return "; ".join(
-                f"{tier}: {each.text}" for tier, each in self._troubles.items() if tier in tiers
-            )
+            return "; ".join(f"{tier}: {each.text}" for tier, each in self._troubles.items())
 
     def is_behind(self, memory: str) -> bool:
         """Is there a newer step in the tier `memory`, or one that failed, than in all others?"""

@@ -147,7 +147,7 @@ def test_what_did_not_reach_all_memories_goes_with_the_attempt(
 def test_what_is_in_memory_only_is_brought_out_though_one_closes_late(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.saves.GRACE_S", 0.4)  # their writers wait for half as long
+    monkeypatch.setattr("ckpt.backend.GRACE_S", 0.4)  # their writers wait for half as long
 
     def act(member: Member) -> None:
         m = pair.manager(member, ckpt.Memory(), ckpt.Shared(pair.root / "run", every=100))
