@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 from ckpt.lineage import Lineage, StepId, counts
 from ckpt.messages import Trouble
-
-_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Status:
 
     @property
     def degraded(self) -> bool:
-        """Does a tier fail that is still being tried?"""
+        """Does a tier fail that is still being tried, or has memory no room for what it keeps?"""
         return any(not tier.works for tier in self.tiers.values())
 
 
@@ -62,12 +59,10 @@ class Progress:
     """What each tier has got, and what ails it. Thread-safe: reports come from other threads.
 
     Args:
-        run: its location, for the log.
         tiers: their names, nearest first.
     """
 
-    def __init__(self, run: str, tiers: Iterable[str]) -> None:
-        self._run = run
+    def __init__(self, tiers: Iterable[str]) -> None:
         self._lock = threading.Lock()
         self._line: Lineage | None = None
         self._newest: dict[str, StepId | None] = dict.fromkeys(tiers)
@@ -104,18 +99,23 @@ class Progress:
             self._troubles.pop(report.tier, None)
             if report.text:
                 self._troubles[report.tier] = report
-        how = f"fails, and is tried again: {report.text}" if report.text else "works again"
-        _log.warning("%s: tier %s %s", self._run, report.tier, how)
+
+    def falls_short(self, report: Trouble) -> None:
+        """A tier goes on with less than it was to have; there is nothing to be tried again."""
+        with self._lock:
+            self._troubles[report.tier] = report
 
     def newest(self, tier: str) -> StepId | None:
         """The newest step there."""
         with self._lock:
             return self._newest.get(tier)
 
-    def troubles(self) -> str:
-        """All that is known against tiers, in words."""
+    def troubles(self, tiers: Container[str]) -> str:
+        """All that is known against some tiers, in words."""
         with self._lock:
-            return "; ".join(f"{tier}: {each.text}" for tier, each in self._troubles.items())
+            return "; ".join(
+                f"{tier}: {each.text}" for tier, each in self._troubles.items() if tier in tiers
+            )
 
     def is_behind(self, memory: str) -> bool:
         """Is there a newer step in the tier `memory`, or one that failed, than in all others?"""
