@@ -13,24 +13,24 @@ then lets go of the arena.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, final
 
-from ckpt import flush, log, signals, snapshot
+from ckpt import backend, flush, leaving, log, signals, snapshot
 from ckpt.acks import Acks
 from ckpt.arena import Arena, NoFreeSlot, Slot
+from ckpt.backend import Backend, WriterKind
+from ckpt.catching_up import due_elsewhere, newest_in
 from ckpt.errors import CheckpointError, Damaged, PeerFailed, StoreFailed, Superseded
 from ckpt.imaged import MEMORY, Hosted, HostImage, host_images
 from ckpt.in_memory import InMemory
-from ckpt.lineage import StepId, counting
+from ckpt.lineage import StepId
 from ckpt.local import LocalImages
 from ckpt.messages import (
     Abandon,
@@ -47,8 +47,6 @@ from ckpt.messages import (
     Said,
     Settle,
     Settled,
-    Setup,
-    ToWriter,
     Trouble,
 )
 from ckpt.outline import Outline
@@ -62,25 +60,10 @@ from ckpt.tiers import Tiers, patience_of
 from ckpt.tree import Flat
 from ckpt.wording import counted
 
-WriterKind = Literal["process", "thread"]
-GRACE_S = 30.0
-"""How long the writer goes on after its trainer has died: what a platform leaves to a process."""
 _PATIENT_S = 10.0
 """After so long a save says that it waits for a slot."""
 
 _log = logging.getLogger("ckpt")
-_leaving: list[tuple[Path, threading.Thread]] = []
-"""Arenas of collected managers, and the threads that will let go of them."""
-
-
-class Backend(Protocol):
-    """A writer, in a thread or in a process."""
-
-    def tell(self, message: ToWriter) -> None: ...
-    def close(self) -> None: ...
-    def leave(self, last: Callable[[], None]) -> threading.Thread: ...
-    @property
-    def is_alive(self) -> bool: ...
 
 
 @final
@@ -128,7 +111,7 @@ class Saves:
         """Steps that cannot be, whatever the stores do: the images of the processes do not belong
         together. What else fails in one tier says nothing of an image in another one."""
         self._in_memory = InMemory(tiers.kept_in_memory)
-        self._progress = Progress(tiers)
+        self._progress = Progress(self._location, tiers)
         self._writer_pid: int | None = None
         self._starts = 0
         self.skipped = 0
@@ -159,7 +142,7 @@ class Saves:
             place = default_directory(self._location, self._processes.index)
             for stale in remove_stale(place.parent, keep=place):
                 _log.info("freed %d bytes of a dead run at %s", stale.size_bytes, stale.directory)
-        wait_until_gone(place)
+        leaving.wait_until_gone(place)
         self.arena = Arena(
             place,
             owner={"run": self._location},
@@ -196,56 +179,33 @@ class Saves:
     def begin(self, started: Started) -> None:
         """An attempt has decided: its saves are those of the owner of the run."""
         if self._backend is None:
-            self._backend = self._start_writer()
+            self._start_writer()
+        assert self._backend is not None
         self._backend.tell(Begin(started.number, started.line))
         if self._processes.count > 1 and self._processes.index == 0:
             flush.clear(self._stores["shared"], started.number)
         assert self.arena is not None
         self._in_memory.begin(started.line, started.images, self.arena)
-        newest = {name: self._newest(started, name) for name in self._tiers}
+        newest = {name: newest_in(started, name) for name in self._tiers}
         self._progress.begin(started.line, newest)
         decision = started.decision
         if decision.kind == "rewind" and decision.parent is not None:
             self.note(log.rewound(decision.parent, decision.reason).to_json())
         if self._processes.count == 1 and started.images:
-            self._catch_up(started)
+            for image, due in due_elsewhere(started, self._tiers.durable):
+                self._bring_out(image, due)
 
-    def _newest(self, started: Started, tier: str) -> StepId | None:
-        """The newest step of a tier that an attempt may go on from."""
-        steps = started.shared.get(tier)
-        if steps is None:
-            steps = [image.id for image in started.images if image.tier == tier]
-        return max(counting(started.line, steps), default=None)
-
-    def _start_writer(self) -> Backend:
+    def _start_writer(self) -> None:
         assert self.arena is not None
-        durable = {
-            name: dataclasses.replace(
-                tier,
-                location=self._stores[name].location
-                if name in self._stores
-                else str(self.locals[name].directory.parent),  # where it is read, wherever we are
-                patience_s=patience_of(tier),
-            )
-            for name, tier in self._tiers.durable.items()
-        }
-        setup = Setup(
-            durable,
+        setup = backend.setup_of(
+            self._tiers.durable,
+            self._stores,
+            self.locals,
             str(self.arena.directory),
-            self._processes.index,
-            self._processes.count,
+            self._processes,
             self._timeout_s,
-            GRACE_S,
         )
-        if self._kind == "thread":
-            from ckpt.writer import Writer
-
-            return Writer(setup, self._report, self._stores, flush_choice=flush.choose)
-        from ckpt.companion import Companion
-
-        companion = Companion(setup, self._report)
-        self._signals = signals.install(companion.wake_fd)
-        return companion
+        self._backend, self._signals = backend.start(self._kind, setup, self._report, self._stores)
 
     def settle(self) -> None:
         """Wait until nothing of the attempt is under way, be it a deletion."""
@@ -261,30 +221,14 @@ class Saves:
                     f"{self._timeout_s:.0f} s: a deletion hangs; see status()"
                 )
 
-    def _catch_up(self, started: Started) -> None:
-        """What lies on this host and is due elsewhere; the newest goes everywhere."""
+    def _bring_out(self, image: HostImage, due: Sequence[str]) -> None:
+        """What lies on this host goes to further tiers."""
         assert self.arena is not None
-        parent = started.restored.report.source
-        names = [MEMORY, *self._tiers.durable]
-        there = {name: self._progress.newest(name) for name in self._tiers.durable}
-        images: dict[StepId, HostImage] = {}
-        for image in started.images:  # the nearest of each step
-            images.setdefault(image.id, image)
-        for id, image in sorted(images.items()):
-            due = [
-                name
-                for name, newest in there.items()
-                if (newest is None or newest < id)
-                and name not in started.silent
-                and names.index(name) > names.index(image.tier)
-                and (id == parent or id.step % self._tiers.durable[name].every == 0)
-            ]
-            if due:
-                _log.info("%s: %s goes from %s to %s", self._location, id, image.tier, due)
-                held = self._in_memory.held
-                slot = None if image.slot is None else held(image.slot, self.arena)
-                self._expect(id, Pending(id.step, due))
-                self._submit(id, due, slot, {"from": image.tier})
+        _log.info("%s: %s goes from %s to %s", self._location, image.id, image.tier, due)
+        held = self._in_memory.held
+        slot = None if image.slot is None else held(image.slot, self.arena)
+        self._expect(image.id, Pending(image.id.step, due))
+        self._submit(image.id, due, slot, {"from": image.tier})
 
     def _expect(self, id: StepId, pending: Pending) -> None:
         if pending not in self._background.pendings:
@@ -445,25 +389,13 @@ class Saves:
             case Noted(error=BaseException() as error):
                 self._background.unheard.append(error)
             case Trouble():
-                self._note_trouble(report)
+                self._progress.trouble(report)
             case Said():
                 _log.log(report.level, "%s", report.text)
             case Settled():
                 with self._lock:
                     if report.number == self._settle:
                         self._settled.set()
-
-    def _note_trouble(self, report: Trouble) -> None:
-        self._progress.trouble(report)
-        if report.text:
-            _log.warning(
-                "%s: tier %s fails, and is tried again: %s",
-                self._location,
-                report.tier,
-                report.text,
-            )
-        else:
-            _log.warning("%s: tier %s works again", self._location, report.tier)
 
     def _reached(self, id: StepId, tier: str) -> None:
         """All processes have a step there."""
@@ -489,16 +421,10 @@ class Saves:
 
     def status(self, attempt: int | None) -> Status:
         """How all tiers are doing."""
-        under_way = Counter(
-            tier
-            for pending in list(self._background.pendings)
-            for tier in pending.tiers
-            if not pending.has_ended(tier)
-        )
         arena = self.arena
         return Status(
             attempt,
-            self._progress.tiers(under_way),
+            self._progress.tiers(self._background.under_way()),
             self._kind,
             self._writer_pid if self._kind == "process" else None,
             max(0, self._starts - 1),
@@ -517,25 +443,14 @@ class Saves:
         """
         if self._backend is not None:
             if self._tiers.memory is not None:
-                self._meet(in_order=in_order)
+                flush.meet(self._processes, self._location, self._timeout_s, in_order=in_order)
                 self._backend.tell(Flush())
             self._backend.close()
             if in_order:
-                self._acks.settle(GRACE_S)  # of what was flushed
+                self._acks.settle(backend.GRACE_S)  # of what was flushed
         if self._signals is not None:
             self._signals.put_back()
             self._signals = None
-
-    def _meet(self, *, in_order: bool) -> None:
-        """All flush at one time: their writers do not wait long to hear what the others hold."""
-        closing = self._processes.matter("close", self._timeout_s)
-        if not in_order:
-            closing.fail(CheckpointError("it does not wait for the others"))
-            return
-        try:
-            closing.gather("ready", True)
-        except CheckpointError as error:
-            _log.warning("%s: closing without the others: %s", self._location, error)
 
     def free_arena(self) -> None:
         """After `close`. What reached no durable tier stays for the next start."""
@@ -569,7 +484,7 @@ class Saves:
         if self._signals is not None:
             self._signals.put_back()
         if self._backend is not None and self._backend.is_alive:
-            _leaving.append((self.arena.directory, self._backend.leave(self._end)))
+            leaving.add(self.arena.directory, self._backend.leave(self._end))
         else:
             self._end()
 
@@ -582,18 +497,3 @@ class Saves:
             _log.exception("%s: while a dropped manager let go", self._location)
         finally:
             self.free_arena()
-
-
-def wait_until_gone(arena: Path) -> None:
-    """Wait for managers of this process that were dropped and are about to let go of an arena."""
-    for directory, thread in list(_leaving):
-        if directory == arena.absolute():
-            thread.join()
-    _leaving[:] = [each for each in _leaving if each[1].is_alive()]
-
-
-@atexit.register
-def _wait_for_all() -> None:
-    """A trainer that ends must not lose the last save of a manager that was dropped before."""
-    for _, thread in list(_leaving):
-        thread.join()
