@@ -64,12 +64,11 @@ class ArrayRecordSource(Source):
     def read(self, indices: np.ndarray | Sequence[int]) -> list[bytes]:
         """See `Source.read`."""
         rows = as_rows(indices, len(self))
-        records: list[bytes] = [b""] * len(rows)
+        records = np.empty(len(rows), object)
         for number, positions, slots in grouped(rows, self._starts):
-            part = self._read_file(number, positions.tolist())
-            for slot, record in zip(slots.tolist(), part, strict=True):
-                records[slot] = record
-        return records
+            records[slots] = self._read_file(number, positions.tolist())
+        found: list[bytes] = records.tolist()
+        return found
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from formats.arrow_layout import BadLayout, Layout, checked_rows, is_file, read_layout
-from formats.columns import as_table, convert, describe, first_bad, gather
+from formats.columns import as_table, convert, describe, first_bad, gather, taken
 from formats.decoded import Decoded
 from formats.errors import BadRecord, Damaged, Misuse, Unsupported
 from formats.files import THREADS, File, Pattern, all_digests, in_fingerprint, naming, replacing
@@ -164,7 +164,7 @@ class ArrowSource(Source):
             except _REFUSALS as error:
                 cause = ValueError(f"record batch {part} is damaged: {error}")
                 raise BadRow(int(slots[0]), cause) from error
-            picked = _taken(array, inside)
+            picked = taken(array, inside)
             try:
                 pieces.append((slots, convert(picked, column, fill)))
             except (ValueError, pa.ArrowException) as error:
@@ -313,13 +313,6 @@ def _reader(mapped: Mapped, names: Sequence[str] | None) -> Any:
     return pa.ipc.open_file(pa.BufferReader(buffer), options=options)
 
 
-def _taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
-    try:
-        return array.take(pa.array(rows))
-    except pa.ArrowNotImplementedError:  # not every layout, views for one
-        return pa.concat_arrays([array.slice(row, 1) for row in rows.tolist()])
-
-
 def _all_batches(reader: Any) -> list[pa.RecordBatch]:
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         return [reader.get_batch(number) for number in range(reader.num_record_batches)]
@@ -341,6 +334,7 @@ def write_arrow(
     if batch_size is not None and batch_size < 1:
         raise Misuse(f"batch_size={batch_size}: wanted at least 1")
     table = columns if isinstance(columns, pa.Table) else as_table(columns)
+    table = table.unify_dictionaries()  # a file holds one for each column
     with (
         naming(os.fspath(path), "written"),
         replacing(path) as temporary,

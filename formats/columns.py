@@ -101,6 +101,17 @@ def convert(array: pa.Array, column: Column, fill: pa.Scalar | None) -> np.ndarr
     return list(array.to_pylist())
 
 
+def taken(values: pa.Array | pa.Table, rows: np.ndarray) -> Any:
+    """The rows `rows` of an array or a table, int64[n]."""
+    try:
+        return values.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:  # Arrow cannot for every layout, views for one
+        pieces = [values.slice(row, 1) for row in rows.tolist()]
+        return (
+            pa.concat_tables(pieces) if isinstance(values, pa.Table) else pa.concat_arrays(pieces)
+        )
+
+
 def first_bad(array: pa.Array, column: Column, fill: pa.Scalar | None) -> int:
     """The first row that `convert` refuses; 0 if it takes each of them alone."""
     for row in range(len(array)):
@@ -144,6 +155,12 @@ def gather(
         for slots, values in pieces:
             out[slots] = values
         return out
+    if column.kind in ("str", "bytes"):
+        texts = np.empty(rows, object)
+        for slots, values in pieces:
+            texts[slots] = values
+        return list(texts.tolist())
+    # NumPy would look for another axis in these.
     items: list[Any] = [None] * rows
     for slots, values in pieces:
         for slot, value in zip(slots.tolist(), values, strict=True):

@@ -19,6 +19,7 @@ from formats.columns import (
     describe,
     first_bad,
     gather,
+    taken,
 )
 from formats.decoded import Decoded
 from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse, StoreFailed, Unsupported
@@ -127,7 +128,7 @@ class ParquetSource(Source):
         rows = as_rows(indices, len(self))
         pieces: dict[str, list[tuple[np.ndarray, Any]]] = {c.name: [] for c in self._columns}
         for part, positions, slots in grouped(rows, self._starts):
-            picked = self._group(part, positions).take(pa.array(positions))
+            picked = taken(self._group(part, positions), positions)
             for column in self._columns:
                 array = picked.column(column.name).combine_chunks()
                 fill = self._fill.get(column.name)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import formats
+from formats import arrayrecord
 from formats.files import find
 
 SEED = 7
@@ -78,6 +79,33 @@ def test_one_call_per_shard(tmp_path, monkeypatch):
     source.read(np.random.default_rng(SEED).integers(0, 100, 400))
     assert [number for number, _ in calls] == [0, 2]
     assert all(positions == sorted(positions) for _, positions in calls)
+
+
+def test_one_read_of_the_library_per_shard(tmp_path, monkeypatch):
+    records = some_records(100)
+    write_shards(tmp_path, [records[:30], records[30:60], records[60:]])
+    calls = []
+
+    class Counting:
+        def __init__(self, reader):
+            self.reader = reader
+
+        def read(self, positions):
+            calls.append(len(positions))
+            return self.reader.read(positions)
+
+        def __getattr__(self, name):
+            return getattr(self.reader, name)
+
+    source = formats.open_source(tmp_path / "*.array_record")
+    real = arrayrecord._reader
+    monkeypatch.setattr(arrayrecord, "_reader", lambda file: Counting(real(file)))
+    rng = np.random.default_rng(SEED)
+    for rows in (rng.integers(0, 100, 512), np.arange(100), rng.integers(30, 60, 20)):
+        calls.clear()
+        assert source.read(rows) == [records[row] for row in rows], f"seed {SEED}"
+        shards = np.bincount(np.searchsorted([30, 60], rows, side="right"))
+        assert calls == [count for count in shards.tolist() if count]
 
 
 @pytest.mark.parametrize("rows", [[-1], [3], [0, 1, 99], [2**62]])

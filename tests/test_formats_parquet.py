@@ -344,6 +344,18 @@ def test_grain_takes_it_as_a_source(tmp_path):
     assert list(dataset) == ["0a", "1b", "2c", "3d", "4e", "5f"]
 
 
+def test_views_of_text(tmp_path):
+    words = ["short", "too long to lie in the view itself", None]
+    table = pa.table(
+        {
+            "word": pa.array(words, pa.string_view()),
+            "words": pa.array([words, [], None], pa.list_(pa.string_view())),
+        }
+    )
+    batch = formats.open_source(write(tmp_path, table)).read([2, 0, 1])
+    assert batch == {"word": [None, *words[:2]], "words": [None, words, []]}
+
+
 def test_a_null_among_the_values_of_a_dictionary_is_a_null():
     array = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array([5, None], pa.int64()))
     with pytest.raises(NullFound):
