@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import DTypeLike
 
-from formats.errors import Damaged, Mismatch, Misuse, NotFound, Unsupported
+from formats.errors import Damaged, Mismatch, Misuse, Unsupported
 from formats.files import File, all_digests, in_fingerprint, naming, open_binary
 from formats.mapped import Mapped, only_local
 from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files, sealed
@@ -245,13 +245,10 @@ def _looks_wider(head: bytes) -> bool:
 
 def _npy(file: File, wanted: np.dtype | None) -> _Tokens:
     """Where NumPy's own header says the tokens are, checked against the size of the file."""
+    with open_binary(file) as stream, naming(file.path):
+        stream.read(1)  # so that a file that cannot be read is not taken for a damaged one
     try:
-        # Opened once here, so that what it raises is not taken for a fault of the header.
-        with open_binary(file) as stream, naming(file.path):
-            stream.read(1)
         array = np.lib.format.open_memmap(file.path, mode="r")
-    except (NotFound, Mismatch):
-        raise
     except (ValueError, TypeError, SyntaxError, ArithmeticError, OSError, MemoryError) as error:
         raise Damaged(
             f"{file.path} is cut short or no .npy file of numbers: {error}; write it with"
