@@ -111,3 +111,29 @@ class InMemory:
         count = max(0, len(self._kept) - self._keep)
         gone, self._kept = self._kept[:count], self._kept[count:]
         return gone
+
+
+def who_holds(arena: Arena, writing: int, awaited: int, troubles: str) -> str:
+    """Why no slot is free, in words.
+
+    Args:
+        writing: how many slots are read by the writer; awaited: how many hold what other processes
+            have not copied yet.
+        troubles: what is known against the durable tiers.
+    """
+    found = []
+    if writing:
+        found.append(
+            f"{writing} of {arena.slots} hold snapshots that are not written yet: "
+            f"{troubles or 'the stores are slow'}; a Local tier takes over from the slots, and "
+            "busy='skip' leaves saves out"
+        )
+    if awaited:
+        found.append(
+            f"{awaited} of {arena.slots} hold snapshots that other processes have not "
+            "copied yet; see what they wait for"
+        )
+    return "; ".join(found) or (
+        f"another process still reads what lies in {arena.directory}, such as the writer "
+        "of a trainer that died: wait until it has ended, or end it"
+    )

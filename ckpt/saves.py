@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from ckpt import backend, flush, leaving, log, signals, snapshot
+from ckpt import arena_places, backend, flush, in_memory, log, signals, snapshot
 from ckpt.acks import Acks
-from ckpt.arena import Arena, NoFreeSlot, Slot
+from ckpt.arena import Arena, Slot
 from ckpt.backend import Backend, WriterKind
 from ckpt.catching_up import due_elsewhere, newest_in
 from ckpt.errors import CheckpointError, Damaged, PeerFailed, StoreFailed, Superseded
@@ -49,8 +49,6 @@ from ckpt.messages import (
     Settled,
     Trouble,
 )
-from ckpt.outline import Outline
-from ckpt.owning import default_directory, remove_stale
 from ckpt.pending import Background, Pending
 from ckpt.processes import Processes
 from ckpt.start import Started
@@ -58,10 +56,8 @@ from ckpt.status import Progress, Status
 from ckpt.store import Store
 from ckpt.tiers import Tiers, patience_of
 from ckpt.tree import Flat
+from ckpt.waiting import Snapshots
 from ckpt.wording import counted
-
-_PATIENT_S = 10.0
-"""After so long a save says that it waits for a slot."""
 
 _log = logging.getLogger("ckpt")
 
@@ -103,15 +99,15 @@ class Saves:
         self._settled = threading.Event()
         self._settle = 0
         """The number of the newest question whether nothing is under way."""
-        self.plan: snapshot.SnapshotPlan | None = None
-        """Of the newest snapshot."""
+        patience_s = timeout_s + max(map(patience_of, tiers.durable.values()))
+        self.snapshots = Snapshots(self._location, background, self._who_holds, patience_s)
         self._writing: dict[tuple[StepId, int], Slot] = {}
         """A step may be brought out from two slots, one after the other."""
         self._refused: set[StepId] = set()
         """Steps that cannot be, whatever the stores do: the images of the processes do not belong
         together. What else fails in one tier says nothing of an image in another one."""
         self._in_memory = InMemory(tiers.kept_in_memory)
-        self._progress = Progress(self._location, tiers)
+        self._progress = Progress(tiers)
         self._writer_pid: int | None = None
         self._starts = 0
         self.skipped = 0
@@ -135,14 +131,8 @@ class Saves:
         """Take the lock that keeps a second live manager on this host away."""
         if self.arena is not None:
             return
-        place = self._place
-        if place is not None and self._processes.count > 1:
-            place /= f"p{self._processes.index}"  # given alike to all, also to those on one host
-        if place is None:
-            place = default_directory(self._location, self._processes.index)
-            for stale in remove_stale(place.parent, keep=place):
-                _log.info("freed %d bytes of a dead run at %s", stale.size_bytes, stale.directory)
-        leaving.wait_until_gone(place)
+        place = arena_places.place_of(self._place, self._location, self._processes)
+        arena_places.wait_until_gone(place)
         self.arena = Arena(
             place,
             owner={"run": self._location},
@@ -266,7 +256,8 @@ class Saves:
             begun: monotonic time at which the trainer began to wait.
         """
         pending = Pending(id.step, tiers)
-        taken = self._take(flat, meta)
+        assert self.arena is not None
+        taken = self.snapshots.take(self.arena, flat, meta)
         self._hand_over(id, taken, tiers, pending, begun)
         return pending, taken
 
@@ -280,57 +271,16 @@ class Saves:
     ) -> None:
         """Have a step that was saved already brought to further tiers: the same image."""
         begun = time.monotonic()
-        taken = self._take(flat, meta)
+        assert self.arena is not None
+        taken = self.snapshots.take(self.arena, flat, meta)
         pending.extend(tiers)
         self._hand_over(id, taken, tiers, pending, begun)
 
-    def _take(
-        self, flat: Flat, meta: Callable[[], dict[str, Any]] | dict[str, Any]
-    ) -> snapshot.Snapshot:
-        assert self.arena is not None
-        begun = time.monotonic()
-        while True:
-            try:
-                taken = snapshot.take(
-                    flat, self.arena, meta, previous=self.plan, timeout_s=_PATIENT_S
-                )
-            except NoFreeSlot as error:
-                self._go_on_waiting(time.monotonic() - begun, error)
-                continue
-            self.plan = taken.plan
-            return taken
-
-    def _go_on_waiting(self, waited_s: float, error: NoFreeSlot) -> None:
-        """Say that it waits, and do not wait for what will not come."""
-        if (superseded := self._background.superseded()) is not None:
-            raise superseded
-        text = f"{self._location}: no slot has come free for {waited_s:.0f} s: {self._who_holds()}"
-        if waited_s > self._timeout_s + max(map(patience_of, self._tiers.durable.values())):
-            raise StoreFailed(text) from error
-        _log.warning("%s", text)
-
-    def _who_holds(self) -> str:
-        """Why no slot is free, in words."""
-        assert self.arena is not None
+    def _who_holds(self, arena: Arena) -> str:
         with self._lock:
             writing = len({slot.number for slot in self._writing.values()})
-        found = []
-        if writing:
-            troubles = self._progress.troubles(self._tiers.durable)
-            found.append(
-                f"{writing} of {self.arena.slots} hold snapshots that are not written yet: "
-                f"{troubles or 'the stores are slow'}; a Local tier takes over from the slots, and "
-                "busy='skip' leaves saves out"
-            )
-        if awaited := self._in_memory.awaited:
-            found.append(
-                f"{awaited} of {self.arena.slots} hold snapshots that other processes have not "
-                "copied yet; see what they wait for"
-            )
-        return "; ".join(found) or (
-            f"another process still reads what lies in {self.arena.directory}, such as the writer "
-            "of a trainer that died: wait until it has ended, or end it"
-        )
+        troubles = self._progress.troubles(self._tiers.durable)
+        return in_memory.who_holds(arena, writing, self._in_memory.awaited, troubles)
 
     def _hand_over(
         self,
@@ -352,11 +302,6 @@ class Saves:
         if MEMORY in tiers:
             self._acks.done(id, MEMORY)
             self.note(log.saved(id, MEMORY, figures).to_json())
-
-    @property
-    def outline(self) -> Outline | None:
-        """Of the tree of the newest snapshot."""
-        return None if self.plan is None else self.plan.outline
 
     def note(self, event: dict[str, Any]) -> None:
         """A line in the log of the attempt, which process 0 keeps."""
@@ -390,6 +335,8 @@ class Saves:
                 self._background.unheard.append(error)
             case Trouble():
                 self._progress.trouble(report)
+                how = f"fails, and is tried again: {report.text}" if report.text else "works again"
+                _log.warning("%s: tier %s %s", self._location, report.tier, how)
             case Said():
                 _log.log(report.level, "%s", report.text)
             case Settled():
@@ -484,7 +431,7 @@ class Saves:
         if self._signals is not None:
             self._signals.put_back()
         if self._backend is not None and self._backend.is_alive:
-            leaving.add(self.arena.directory, self._backend.leave(self._end))
+            arena_places.add(self.arena.directory, self._backend.leave(self._end))
         else:
             self._end()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from typing import final
 
 from ckpt.lineage import Lineage, StepId, counts
 from ckpt.messages import Trouble
-
-_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,10 @@ class Progress:
     """What each tier has got, and what ails it. Thread-safe: reports come from other threads.
 
     Args:
-        run: its location, for the log.
         tiers: their names, nearest first.
     """
 
-    def __init__(self, run: str, tiers: Iterable[str]) -> None:
-        self._run = run
+    def __init__(self, tiers: Iterable[str]) -> None:
         self._lock = threading.Lock()
         self._line: Lineage | None = None
         self._newest: dict[str, StepId | None] = dict.fromkeys(tiers)
@@ -104,8 +99,6 @@ class Progress:
             self._troubles.pop(report.tier, None)
             if report.text:
                 self._troubles[report.tier] = report
-        how = f"fails, and is tried again: {report.text}" if report.text else "works again"
-        _log.warning("%s: tier %s %s", self._run, report.tier, how)
 
     def falls_short(self, report: Trouble) -> None:
         """A tier goes on with less than it was to have; there is nothing to be tried again."""

@@ -181,7 +181,7 @@ class Tenure:
             if self.last is not None and self.last.data:
                 moved = step - self.last.id.step
                 states.check_moved(data, self.last.data, taken, moved, step)
-            flat = tree.flatten(state, known=self._saves.outline)
+            flat = tree.flatten(state, known=self._saves.snapshots.outline)
             id = StepId(step, attempt.decision.branch, attempt.number)
             meta = meta_of(id, attempt.decision, taken, notes, self._processes)
             pending, held = self._saves.save(id, flat, meta, tiers, begun)
@@ -200,12 +200,12 @@ class Tenure:
         last = self.last
         assert last is not None
         assert self._saves.arena is not None
-        pending, self._saves.plan = last.again(
-            step, state, self._saves.arena, self._saves.plan, tiers
+        pending, self._saves.snapshots.plan = last.again(
+            step, state, self._saves.arena, self._saves.snapshots.plan, tiers
         )
         missing = [tier for tier in tiers if tier not in pending.tiers]
         if missing and last.meta is not None and pending.error is None:
-            flat = tree.flatten(state, known=self._saves.outline)
+            flat = tree.flatten(state, known=self._saves.snapshots.outline)
             self._saves.extend(last.id, flat, last.meta, missing, pending)
         return pending
 

@@ -12,7 +12,7 @@ import pytest
 from arena_slots import Place
 
 import ckpt
-from ckpt import saves
+from ckpt import waiting
 from ckpt.store import FileStore
 
 MIB = 2**20
@@ -30,7 +30,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def waits_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that would wait for ever fails instead."""
-    monkeypatch.setattr(saves, "_PATIENT_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENT_S", 0.05)
 
 
 @pytest.mark.parametrize(("slots", "kept"), [(1, 1), (1, 2), (2, 2), (3, 5)])
