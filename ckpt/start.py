@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt import attempts, candidates, commit, layout, publishing, records, states
+from ckpt import attempts, candidates, clearing, layout, publishing, records, states
 from ckpt.candidates import HOME, HOST_ONLY, Made, Sources
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
@@ -133,7 +133,7 @@ class Start:
         sources, made = self._sources(number)
         listing = sources.listing
         tries = self._candidates(sources, wish, made)
-        skips = wish.skips or skips_of(sources, wish.batches, wish.data)
+        skips = wish.skips or skips_of(sources, wish.batches, wish.data, self.held)
 
         lost: list[Lost] = []
         restored, source = None, self.store
@@ -262,7 +262,7 @@ class Start:
         listing = attempts.list_run(self.store)
         records.told(self.store, listing.records.damage)
         records.write_back(self.store, listing.records)
-        done = commit.roll_forward(self.store, number, listing)
+        done = clearing.roll_forward(self.store, number, listing)
         for line in done:
             _log.info("%s: %s", self.store.location, line)
         if wish.kind == "start":
@@ -344,9 +344,10 @@ class Start:
                 for remain in attempts.list_run(self.store).remains
                 if (remain.branch, remain.step) == (step.branch, step.step)
                 and may_put_back(number, sources.listing.steps, remain)
+                and place.was_committed(step, remain)
             ]
             if not place.stands(step) and found:
-                commit.put_back(self.store, step, found[0])
+                place.put_back(step, found[0].attempt)
             elif not (isinstance(error.__cause__, NotFound) and place.stands(step)):
                 raise  # else another process was faster in putting it back
             return self._read(self.store, step, wish), self.store
@@ -456,15 +457,21 @@ def batches_of(skip_steps: range | None, skip_batches: range | None, to: int) ->
     """Batches that a rewind to step `to` is to skip, counted from 0. Step s used batch s - 1.
 
     Raises:
-        Misuse: both ranges are given, one is no plain range, or `to` has learnt from one of them.
+        Misuse: both ranges are given, one is no plain range or empty, or `to` has learnt from one
+            of them.
     """
     if skip_steps is not None and skip_batches is not None:
         raise Misuse("rewind: give skip_steps or skip_batches, not both")
     for name, given in (("skip_steps", skip_steps), ("skip_batches", skip_batches)):
         if given is not None and (not isinstance(given, range) or given.step != 1):
             raise Misuse(f"rewind: {name}: wanted a range such as range(1700, 1721), got {given!r}")
+        if given is not None and not given:
+            raise Misuse(
+                f"rewind: {name}: {given!r} is empty, so nothing would be skipped; leave it out, "
+                "or give the first and one past the last, such as range(1700, 1721)"
+            )
     if skip_steps is not None:
-        if len(skip_steps) and skip_steps.start < 1:
+        if skip_steps.start < 1:
             raise Misuse(f"rewind: skip_steps: steps count from 1, found {skip_steps}")
         skip_batches = range(skip_steps.start - 1, skip_steps.stop - 1)
     if skip_batches and skip_batches.start < to:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 from ckpt.arguments import shown
@@ -38,11 +40,18 @@ class Skipping(Protocol):
         """Leave out half-open ranges of examples, from now on."""
 
     def span(
-        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]] = ()
+        self,
+        state: Json,
+        first: int,
+        stop: int,
+        skips: Sequence[tuple[int, int]] = (),
+        *,
+        batch_size: int | None = None,
     ) -> Iterable[tuple[int, int]]:
         """The examples that batches `first` to `stop - 1`, counted from `state`, hold.
 
-        `skips` were left out beside those that the state knows of.
+        `skips` were left out beside those that the state knows of. Without the keyword
+        `batch_size`, by default that of the iterator, batches of another size cannot be skipped.
         """
 
 
@@ -247,30 +256,57 @@ def state_of(
     return state
 
 
-def ranges_of(
-    data: Any, saved: Mapping[str, Json], batches: range, in_force: Skips, where: str
-) -> dict[str, list[tuple[int, int]]]:
-    """The examples that batches, counted from a saved state, hold.
+@dataclass(frozen=True)
+class SpansOf:
+    """The examples that an iterator serves, counted one by one; see `ckpt.spans.Examples`.
 
-    Args:
-        in_force: what was left out when they were served, beside what the state knows of.
+    An iterator whose `span` takes no `batch_size` can only count in batches of its own.
+    """
+
+    name: str
+    iterator: Skipping
+
+    @property
+    def unit(self) -> int:
+        """Only multiples of it can be asked for."""
+        takes = inspect.signature(self.iterator.span).parameters
+        return 1 if "batch_size" in takes else self.iterator.batch_size
+
+    def after(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
+    ) -> Iterable[tuple[int, int]]:
+        """Raises Misuse: it cannot tell."""
+        unit = self.unit
+        if first % unit or stop % unit:
+            raise Misuse(
+                f"data {self.name!r}: the batch size was another one at that time, and `span` of "
+                f"{type(self.iterator).__name__} counts in batches of {unit} only; give it a "
+                "keyword batch_size"
+            )
+        if unit > 1:
+            return self.iterator.span(state, first // unit, stop // unit, skips)
+        return self.iterator.span(state, first, stop, skips, batch_size=1)
+
+    def reached(self, state: Json, count: int, skips: Sequence[tuple[int, int]]) -> int | None:
+        """The position that so many examples later was saved."""
+        if count == 0:
+            return cast(int, state["next_example"])
+        spans = list(self.after(state, 0, count, skips))
+        return int(spans[-1][1]) if spans else None
+
+
+def spans_of(name: str, iterator: Iterator) -> SpansOf:
+    """How the batches of an iterator are counted.
 
     Raises:
-        Misuse: an iterator cannot tell.
+        Misuse: it cannot skip.
     """
-    found = {}
-    for name, each in named(data).items():
-        if not isinstance(each, Skipping):
-            raise Misuse(
-                f"data {name!r}: {type(each).__name__} cannot skip batches (no `span` and `skip`); "
-                "use datapipe, or rewind without skipping"
-            )
-        if name not in saved or "state" not in saved[name]:
-            raise Mismatch(f"{where}: no common state of iterator {name!r} was saved")
-        skips = in_force.get(name, ())
-        spans = each.span(saved[name]["state"], batches.start, batches.stop, skips)
-        found[name] = [(int(a), int(b)) for a, b in spans]
-    return found
+    if not isinstance(iterator, Skipping):
+        raise Misuse(
+            f"data {name!r}: {type(iterator).__name__} cannot skip batches (no `span` and `skip`); "
+            "use datapipe, or rewind without skipping"
+        )
+    return SpansOf(name, iterator)
 
 
 def check_moved(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,18 +170,26 @@ class Iterator(grain.DatasetIterator[Any]):
         self._drop_ahead()
 
     def span(
-        self, state: states.JSON, first: int, stop: int, skips: Iterable[tuple[int, int]] = ()
+        self,
+        state: states.JSON,
+        first: int,
+        stop: int,
+        skips: Iterable[tuple[int, int]] = (),
+        *,
+        batch_size: int | None = None,
     ) -> list[tuple[int, int]]:
         """The examples held by batches first..stop-1, counted from a saved state of this run.
 
-        Under the skips of that state, with `skips` beside them, and the batch size here; ranges
-        as `skip` takes them.
+        Under the skips of that state, with `skips` beside them, and `batch_size` (None: the one
+        here); ranges as `skip` takes them.
 
         Raises:
           Mismatch, Damaged, Unsupported: as `set_state`.
         """
         saved = self._parsed(state)
         plan = self._plan.replacing(saved.skips.union(skips))
+        if batch_size is not None:
+            plan = replace(plan, batch_size=batch_size)
         return plan.span(saved.next_example, first, stop)
 
     # -- working ahead -------------------------------------------------------------------------

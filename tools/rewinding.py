@@ -1,12 +1,12 @@
 """What `ckpt rewind` is going to do, and doing it. Free of jax: no iterator is opened.
 
-The examples of a range of batches are a pure function of a saved position and the batch size, so
-they are computed from the manifest of a step before them.
+The examples of a range of batches are a pure function of saved positions and batch sizes, so they
+are computed from the manifests of steps before and behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from ckpt import attempts, layout
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound
 from ckpt.lineage import (
-    Decision,
     Lineage,
     Skips,
     StepId,
@@ -28,9 +27,10 @@ from ckpt.lineage import (
     next_number,
     owner,
     reach_of,
-    served,
 )
 from ckpt.reader import Reader
+from ckpt.skipped import commit_of, course_of
+from ckpt.spans import Counted
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
 from datapipe.plan import Plan
@@ -67,6 +67,9 @@ class RewindPlan:
     """The examples of those batches: iterator -> half-open ranges."""
     skips: Skips = field(default_factory=dict)
     """All that will be left out."""
+    covering: tuple[tuple[int, int], ...] = ()
+    """Batches whose sizes no step tells any more: all examples are left out that they may have
+    held."""
 
 
 @dataclass(frozen=True)
@@ -122,27 +125,21 @@ def plan(
     batches = _batches(skip_steps, skip_batches, to)
     if batches is None:
         return found
-    new: Skips = {}
-    line = listing.lineage if seen_by is None else _line_of(listing, seen_by)
-    # What was left out changes where an attempt took over: each counted its own share.
-    for reach, share in served(line, batches):
-        base, manifest = _base(store, counting(line, listing.steps), share)
-        if seen_by is None:
-            seen = _seen_by(listing, base, manifest, share)
-        else:
-            seen = listing.decisions.get(reach.attempt)
-        in_force = seen.skips if seen is not None else {}
-        new = join_skips(new, examples(manifest, share, in_force, store.location))
-        found = replace(
-            found,
-            counted_from=found.counted_from or base,
-            as_seen_by=seen.attempt if seen is not None else base.attempt,
-        )
+    seen = listing.lineage if seen_by is None else _line_of(listing, seen_by)
+    base, _ = _base(store, counting(seen, listing.steps), batches)
+    if seen_by is None:
+        _must_be_one(store, listing, batches)
+    counted = examples(store, listing, seen, batches)
+    new = join_skips({name: each.ranges for name, each in counted.items()})
+    covering = {(part.start, part.stop) for each in counted.values() for part in each.covering}
     return replace(
         found,
         batches=(batches.start, batches.stop),
+        counted_from=base,
+        as_seen_by=reach_of(seen, batches.start + 1).attempt,
         new_skips=new,
         skips=join_skips(found.skips, new),
+        covering=tuple(sorted(covering)),
     )
 
 
@@ -179,30 +176,59 @@ def carry_out(planned: RewindPlan) -> Rewound:
     return Rewound(planned, to, head.attempt, head.branch)
 
 
-def examples(manifest: Manifest, batches: range, in_force: Skips, where: str) -> dict[str, Ranges]:
-    """The examples that batches hold, by iterator, computed from the data state of a step.
-
-    Args:
-        in_force: what is left out beside what the state says.
+def examples(store: Store, listing: Listing, line: Lineage, batches: range) -> dict[str, Counted]:
+    """The examples that batches of a lineage held, by iterator, computed from what steps tell.
 
     Raises:
-        Misuse: the state is not one of datapipe's, or holds no batch size.
+        Misuse: a state is not one of datapipe's, or holds no batch size; or no step is there.
     """
-    first = batches.start - manifest.id.step
+    steps = counting(line, listing.steps)
+    _, manifest = _base(store, steps, batches)
+    known: dict[StepId, Manifest | None] = {}
+
+    def read(step: StepId) -> Manifest | None:
+        if step not in known:
+            try:
+                known[step] = read_manifest(store, step)
+            except (Damaged, NotFound):
+                known[step] = None  # its neighbours tell as much
+        return known[step]
+
     found = {}
-    for name, entry in sorted(manifest.data.items()):
-        state, size = _position(name, entry, f"{where}: {manifest.id}")
-        order = Plan(
-            state.identity["segments"][0]["records"],
-            size,
-            seed=0,  # which record stands where is not asked
-            skips=state.skips.union(in_force.get(name, ())),
-        )
-        found[name] = order.span(state.next_example, first, first + len(batches))
+    for name in sorted(manifest.data):
+        _check_position(name, manifest.data[name], f"{store.location}: {manifest.id}")
+        start = commit_of(manifest, name)
+        assert start is not None
+        course = course_of(name, line, steps, read, listing.decisions, _Saved())
+        found[name] = course.held(batches, start)
     return found
 
 
-def _position(name: str, entry: Mapping[str, Json], where: str) -> tuple[State, int]:
+@dataclass(frozen=True)
+class _Saved:
+    """The examples that follow a saved state of datapipe."""
+
+    unit: int = 1
+
+    def after(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
+    ) -> Iterable[tuple[int, int]]:
+        saved = State.from_json(state)
+        order = Plan(
+            saved.identity["segments"][0]["records"],
+            1,
+            seed=0,  # which record stands where is not asked
+            skips=saved.skips.union(skips),
+        )
+        return order.span(saved.next_example, first, stop)
+
+    def reached(self, state: Json, count: int, skips: Sequence[tuple[int, int]]) -> int | None:
+        if count == 0:
+            return State.from_json(state).next_example
+        return list(self.after(state, 0, count, skips))[-1][1]
+
+
+def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:
     cure = (
         "rewind without skipping, or in the trainer: manager.rewind(to, skip_steps=..., data=...)"
     )
@@ -213,7 +239,7 @@ def _position(name: str, entry: Mapping[str, Json], where: str) -> tuple[State, 
             f"batches of the run; {cure}"
         )
     try:
-        state = State.from_json(entry["state"])
+        State.from_json(entry["state"])
     except DataError as error:
         raise Misuse(
             f"{where}: the state of iterator {name!r} does not tell which examples a batch holds "
@@ -221,7 +247,6 @@ def _position(name: str, entry: Mapping[str, Json], where: str) -> tuple[State, 
         ) from error
     if type(size) is not int or size < 1:
         raise Misuse(f"{where}: iterator {name!r} was saved without its batch size; {cure}")
-    return state, size
 
 
 def _check_reason(reason: str) -> None:
@@ -282,30 +307,32 @@ def _line_of(listing: Listing, attempt: int) -> Lineage:
     return lineage(listing.decisions, listing.decisions[attempt])
 
 
-def _seen_by(listing: Listing, base: StepId, manifest: Manifest, batches: range) -> Decision | None:
-    """The attempt whose batches are meant: what it left out was not counted.
+def _must_be_one(store: Store, listing: Listing, batches: range) -> None:
+    """The steps of a rewind that saved nothing can mean two things.
 
-    None: what the state of `base` leaves out is all.
+    It was made by a trainer that went on and died, or by hand, with the batches read off the curve
+    of those before it.
     """
-    step = batches.start + 1
-    reach = reach_of(listing.lineage, step)
-    decision = listing.decisions.get(reach.attempt)
-    if decision is None or decision.kind != "rewind":
-        return decision
-    if any(reach.holds(each) for each in listing.counting):
-        return decision
-    # A rewind that saved nothing: by a trainer that went on and died, or by hand, with the batches
-    # read off the curve of those before it.
-    before = examples(manifest, batches, {}, "")
-    after = examples(manifest, batches, decision.skips, "")
-    if before == after:
-        return decision
-    raise Misuse(
-        f"attempt {decision.attempt} went back to {decision.parent} leaving out examples, and has "
-        f"saved nothing since, so step {step} can mean two things: --seen-by {base.attempt} for "
-        f"the steps before that rewind (examples {_shown(before)}), --seen-by {decision.attempt} "
-        f"for those after it (examples {_shown(after)})"
+    head = listing.head
+    if head is None or head.kind != "rewind" or len(listing.decisions) < 2:
+        return
+    reach = listing.lineage[0]
+    if batches.stop <= reach.after or any(reach.holds(each) for each in listing.counting):
+        return
+    before = max(number for number in listing.decisions if number != head.attempt)
+    lines = (_line_of(listing, before), listing.lineage)
+    one, two = (
+        {name: each.ranges for name, each in examples(store, listing, line, batches).items()}
+        for line in lines
     )
+    if join_skips(one) != join_skips(two):
+        step = max(batches.start, reach.after) + 1
+        raise Misuse(
+            f"attempt {head.attempt} went back to {head.parent}, and has saved nothing since, so "
+            f"step {step} can mean two things: --seen-by {before} for the steps before that rewind "
+            f"(examples {_shown(one)}), --seen-by {head.attempt} for those after it (examples "
+            f"{_shown(two)})"
+        )
 
 
 def _shown(skips: Mapping[str, Sequence[tuple[int, int]]]) -> str:

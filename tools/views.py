@@ -200,6 +200,9 @@ def rewind_plan(planned: RewindPlan) -> View:
         yield styled(f"               examples {ranges(planned.new_skips)}")
         origin = f"counted from {planned.counted_from} as attempt {planned.as_seen_by} saw them"
         yield styled(f"               {origin}")
+    for start, stop in planned.covering:
+        told = f"no step tells the batch size of batches {start}:{stop} any more"
+        yield styled(f"               {told}; all examples that they may have held", "bold yellow")
     if planned.skips and planned.skips != planned.new_skips:
         yield styled(f"left out then  examples {ranges(planned.skips)}")
 
