@@ -1,4 +1,4 @@
-"""From durable images to a committed step, and back out again (FORMAT.md sections 6 and 7).
+"""From durable images to a committed step (FORMAT.md section 6).
 
 Every file of a step but the images is a pure function of the images (`step_files`), so whoever
 finishes a commit, the attempt itself or a later one, writes the same bytes.
@@ -16,7 +16,7 @@ import xxhash
 
 from ckpt import attempts, layout, lineage, ocdbt, orbax_json, pieces, publishing
 from ckpt.btree import renewed
-from ckpt.errors import AlreadyExists, Damaged, NotFound, StoreFailed, Superseded
+from ckpt.errors import AlreadyExists, Damaged, NotFound, StoreFailed
 from ckpt.image import Header, decode
 from ckpt.layout import Part
 from ckpt.leaves import EmptySpec, LeafSpec, each_from_json
@@ -64,6 +64,13 @@ def read_header(store: Store, prefix: str, part: Part) -> Header:
             "the image belongs to another step"
         )
     return header
+
+
+def read_headers(store: Store, prefix: str, attempt: int) -> list[Header]:
+    """The headers of all images under `prefix`, checked against their parts."""
+    first = read_part(store, prefix, attempt, 0)
+    parts = [first, *(read_part(store, prefix, attempt, i) for i in range(1, first.processes))]
+    return [read_header(store, prefix, part) for part in parts]
 
 
 def is_complete(store: Store, remain: Remain) -> bool:
@@ -413,88 +420,3 @@ def _occupant(store: Store, step: StepId) -> StepId | None:
         return publishing.read_marker(store, step.branch, step.step).id
     except (NotFound, Damaged):
         return None
-
-
-# --- deleting ------------------------------------------------------------------------------------
-
-
-def delete_step(store: Store, step: StepId, *, owner: int, home: Store | None = None) -> None:
-    """Condemn, look, remove (FORMAT.md section 7).
-
-    Args:
-        home: where the claims of the run are, if not in `store`.
-
-    Raises:
-        Superseded: a newer attempt owns the run; the step was put back.
-    """
-    states = publishing.of(store)
-    try:
-        states.condemn(step, owner)
-    except NotFound:
-        return
-    try:
-        attempts.look(home or store, owner)
-    except Superseded:
-        states.put_back(step, owner)  # unless the new owner has dealt with it
-        raise
-    states.remove(step.branch, step.step, owner)
-
-
-def put_back(store: Store, step: StepId, remain: Remain) -> None:
-    """Take a step back that an older attempt condemned after this attempt's claim."""
-    publishing.of(store).put_back(step, remain.attempt)
-
-
-def roll_forward(store: Store, owner: int, listing: attempts.Listing) -> list[str]:
-    """Publish or remove what older attempts left in the making; returns one line for each.
-
-    Raises:
-        Superseded: a newer attempt owns the run.
-    """
-    done = []
-    line = listing.lineage
-    kept = lineage.condemned_under_head(line, listing.remains)
-    for step, remain in kept:
-        put_back(store, step, remain)
-        done.append(f"put back {step}")
-    remains = [
-        Remain(r.branch, r.step, r.attempt, r.state, r.name, is_complete(store, r))
-        if r.state == "making" and r.attempt < owner
-        else r
-        for r in listing.remains
-        if all(r is not remain for _, remain in kept)
-    ]
-    for action in lineage.roll_forward(owner, line, listing.steps, remains):
-        remain = action.remain
-        if isinstance(action, lineage.Publish):
-            step = StepId(remain.step, remain.branch, remain.attempt)
-            try:
-                store.clear_temporaries(remain.name)
-                headers = read_headers(store, remain.name, remain.attempt)
-                publish(store, step, finish(store, step, headers), line, owner=owner)
-            except (NotFound, Damaged, AlreadyExists) as error:
-                done.append(f"left {remain.name}: {error}")
-                continue
-            done.append(f"published {step}")
-        else:
-            _remove(store, remain, owner)
-            done.append(f"removed {remain.name}")
-    return done
-
-
-def _remove(store: Store, remain: Remain, owner: int) -> None:
-    """Condemn, look, remove: a newer attempt may have plans with what this one listed."""
-    states = publishing.of(store)
-    try:
-        states.take_over(remain, owner)
-    except NotFound:
-        return
-    attempts.look(store, owner)
-    states.remove(remain.branch, remain.step, owner)
-
-
-def read_headers(store: Store, prefix: str, attempt: int) -> list[Header]:
-    """The headers of all images under `prefix`, checked against their parts."""
-    first = read_part(store, prefix, attempt, 0)
-    parts = [first, *(read_part(store, prefix, attempt, i) for i in range(1, first.processes))]
-    return [read_header(store, prefix, part) for part in parts]

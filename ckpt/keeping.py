@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-from ckpt import attempts, commit, layout, log, publishing, retention
+from ckpt import attempts, clearing, layout, log, publishing, retention
 from ckpt.errors import (
     CheckpointError,
     Damaged,
@@ -92,7 +92,7 @@ class SharedPlace:
     def delete(self, step: StepId, owner: int) -> None:
         """Condemn, look, remove."""
         try:
-            commit.delete_step(self._store, step, owner=owner, home=self._home)
+            clearing.delete_step(self._store, step, owner=owner, home=self._home)
         except StoreFailed:
             self._halfway[step] = owner
             raise

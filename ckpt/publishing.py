@@ -80,6 +80,13 @@ class Publishing(abc.ABC):
         """Condemned by `by` -> committed. Fine when somebody else was faster."""
 
     @abc.abstractmethod
+    def was_committed(self, step: StepId, remain: Remain) -> bool:
+        """Is a remain that was condemned `step`, whole, and not one that was left half-made?
+
+        An attempt may go on from an image while an older one condemns what was made of it so far.
+        """
+
+    @abc.abstractmethod
     def take_over(self, remain: Remain, owner: int) -> None:
         """In the making, or condemned by another -> condemned by `owner`."""
 
@@ -136,6 +143,15 @@ class ByRename(Publishing):
         condemned = layout.deleted_name(step.branch, step.step, by)
         with contextlib.suppress(NotFound, AlreadyExists):
             self._store.move(condemned, layout.step_name(step.branch, step.step))
+
+    def was_committed(self, step: StepId, remain: Remain) -> bool:
+        # The marker is the last file; with it a step is whole, be it published or about to be.
+        key = f"{remain.name}/{layout.MARKER}"
+        try:
+            found = layout.parse_marker(self._store.read(key), f"{self._store.location}/{key}")
+        except (NotFound, Damaged):
+            return False
+        return isinstance(found, Marker) and found.id == step
 
     def take_over(self, remain: Remain, owner: int) -> None:
         # Out of the way under a name of ours, so that nobody publishes half of it.
@@ -232,6 +248,13 @@ class BySwap(Publishing):
             if condemned and found.manifest is not None:
                 marker = Marker(found.id, found.manifest).emit()
                 self._store.swap(_marker_key(step.branch, step.step), old, marker)
+
+    def was_committed(self, step: StepId, remain: Remain) -> bool:
+        try:
+            found, _ = self._standing(remain.branch, remain.step)
+        except (NotFound, Damaged):
+            return False
+        return isinstance(found, Unpublished) and found.id == step and found.manifest is not None
 
     def take_over(self, remain: Remain, owner: int) -> None:
         key = _marker_key(remain.branch, remain.step)

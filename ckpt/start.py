@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt import attempts, candidates, commit, layout, publishing, records, states
+from ckpt import attempts, candidates, clearing, layout, publishing, records, states
 from ckpt.candidates import HOME, HOST_ONLY, Made, Sources
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
@@ -262,7 +262,7 @@ class Start:
         listing = attempts.list_run(self.store)
         records.told(self.store, listing.records.damage)
         records.write_back(self.store, listing.records)
-        done = commit.roll_forward(self.store, number, listing)
+        done = clearing.roll_forward(self.store, number, listing)
         for line in done:
             _log.info("%s: %s", self.store.location, line)
         if wish.kind == "start":
@@ -344,9 +344,10 @@ class Start:
                 for remain in attempts.list_run(self.store).remains
                 if (remain.branch, remain.step) == (step.branch, step.step)
                 and may_put_back(number, sources.listing.steps, remain)
+                and place.was_committed(step, remain)
             ]
             if not place.stands(step) and found:
-                commit.put_back(self.store, step, found[0])
+                place.put_back(step, found[0].attempt)
             elif not (isinstance(error.__cause__, NotFound) and place.stands(step)):
                 raise  # else another process was faster in putting it back
             return self._read(self.store, step, wish), self.store

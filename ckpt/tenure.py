@@ -10,7 +10,7 @@ from typing import Any, final
 
 import jax
 
-from ckpt import attempts, commit, keeping, log, mirrors, snapshot, states, tree
+from ckpt import attempts, clearing, keeping, log, mirrors, snapshot, states, tree
 from ckpt.acks import matter_of
 from ckpt.again import Held, Newest
 from ckpt.errors import Damaged, Misuse, NotFound, Superseded
@@ -233,7 +233,7 @@ class Tenure:
         assert found is not None
         if why := keeping.why_kept(self._store, attempt.line, found):
             raise Misuse(f"step {step} {why}")
-        commit.delete_step(self._store, found, owner=attempt.number)
+        clearing.delete_step(self._store, found, owner=attempt.number)
 
     # --- the other processes ------------------------------------------------------------------
 

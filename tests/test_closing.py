@@ -14,7 +14,7 @@ import pytest
 
 import ckpt
 from ckpt import arena as arena_module
-from ckpt import commit, disk, owning
+from ckpt import clearing, disk, owning
 from ckpt.arena import Arena
 from ckpt.writer import Writer
 
@@ -86,15 +86,15 @@ def test_a_start_that_is_overtaken_says_so(tmp_path: Path, monkeypatch: pytest.M
     root = tmp_path / "run"
     with ckpt.CheckpointManager(root, arena=tmp_path / "first") as manager:
         manager.save(1, STATE)
-    real = commit.roll_forward
+    real = clearing.roll_forward
 
     def overtaken(*args: Any) -> list[str]:
-        monkeypatch.setattr(commit, "roll_forward", real)
+        monkeypatch.setattr(clearing, "roll_forward", real)
         with ckpt.CheckpointManager(root, arena=tmp_path / "second") as other:
             assert other.resume().step == 1
         raise ckpt.StoreFailed("its directory vanished while it was written")
 
-    monkeypatch.setattr(commit, "roll_forward", overtaken)
+    monkeypatch.setattr(clearing, "roll_forward", overtaken)
     with (
         ckpt.CheckpointManager(root, arena=tmp_path / "third") as manager,
         pytest.raises(ckpt.Superseded, match="attempt 2 no longer owns the run"),
