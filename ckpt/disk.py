@@ -9,11 +9,12 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from ckpt import threads
-from ckpt.errors import Damaged, NotFound, StoreFailed
+from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed
 from ckpt.grid import PAGE_BYTES
 from ckpt.windows import Source, size_of, window_of
 
@@ -58,14 +59,72 @@ def _is_there(path: Path) -> bool:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read from. Raises Damaged for what is there and is no file."""
-    # Not blocking: a pipe under this name must not hold us up.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    """A descriptor to read from.
+
+    Raises:
+        Damaged: what is there is no file, nor a link to one. OSError: that cannot be told, be it
+            that a link on the way leads nowhere.
+    """
+    try:
+        # Not blocking: a pipe under this name must not hold us up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP) and path.is_symlink():
+            raise Damaged(
+                f"{path}: wanted a file, found a link to {os.readlink(path)}, which leads nowhere; "
+                "put back what it leads to, or remove it"
+            ) from error
+        raise
+    try:
+        _must_be_file(path, descriptor, Damaged)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_to_write(path: Path, flags: int) -> int:
+    """A descriptor of a file of ours: nothing else under its name is opened, nor waited for.
+
+    Raises:
+        StoreFailed: there is something else. OSError.
+    """
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            with contextlib.suppress(OSError):
+                _refuse(path, os.lstat(path).st_mode, StoreFailed)
+        raise
+    try:
+        _must_be_file(path, descriptor, StoreFailed)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _must_be_file(path: Path, descriptor: int, kind: type[CheckpointError]) -> None:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise Damaged(f"{path}: wanted a file, found {stat.filemode(mode)}")
-    return descriptor
+        _refuse(path, mode, kind)
+
+
+def _refuse(path: Path, mode: int, kind: type[CheckpointError]) -> NoReturn:
+    raise kind(f"{path}: wanted a file, found {kind_of(mode)}; remove it")
+
+
+def kind_of(mode: int) -> str:
+    """What the mode of something says that it is, in words."""
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return f"{kinds.get(stat.S_IFMT(mode), 'a device')} ({stat.filemode(mode)})"
 
 
 def open_direct(descriptor: int) -> int:
@@ -105,7 +164,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Add to the end of a file; not made durable."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    descriptor = _open_to_write(path, os.O_APPEND)
     try:
         _write_all(descriptor, data)
     finally:
@@ -143,8 +202,7 @@ def write_bulk(path: Path, data: Source) -> None:
 
 def _write_whole(path: Path, data: Source, *, direct: bool) -> None:
     size_bytes = size_of(data)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
+    descriptor = _open_to_write(path, os.O_TRUNC | (os.O_DIRECT if direct else 0))
     try:
         if size_bytes:
             with contextlib.suppress(OSError):

@@ -155,7 +155,8 @@ class SlotImage(ImageReader):
         self._number, self._lender = stored.slot, lender
         self._loan: Loan | None = None
         with disk.translated(path):
-            self._lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            self._lock = os.open(path, flags)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 self._image = FileImage(path)

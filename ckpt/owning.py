@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from ckpt.errors import InUse, StoreFailed
-from ckpt.slot_files import age_of, header_in, slot_name, slot_numbers
+from ckpt.slot_files import age_of, header_in, open_file, slot_name, slot_numbers
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK_NAME = "lock"
@@ -33,7 +33,6 @@ _DYING_S = 5.0  # the kernel frees the memory of a killed process before it drop
 _EXITING = 0x4  # a flag of the kernel, in the ninth field of /proc/<pid>/stat
 KEPT_S = 6 * 3600.0
 """How long the arena of a dead run is left for somebody who may come back for it."""
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -142,8 +141,8 @@ def _each_stale(
         except OSError:
             continue
         try:
-            lock_fd = os.open(_LOCK_NAME, _FLAGS, dir_fd=directory_fd)
-        except OSError:
+            lock_fd = open_file(directory, directory_fd, _LOCK_NAME, os.O_RDWR)
+        except (OSError, StoreFailed):
             os.close(directory_fd)
             continue
         try:
@@ -167,9 +166,9 @@ def _look_at(directory: Path, owner: dict[str, Any], lock_fd: int, directory_fd:
     numbers = slot_numbers(directory_fd)
     blocks, images = 0, []
     for name in map(slot_name, numbers):
-        blocks += os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks
-        with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+        with contextlib.suppress(OSError, StoreFailed):
+            blocks += os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks
+            fd = open_file(directory, directory_fd, name, os.O_RDONLY)
             try:
                 header = header_in(fd, name)
             finally:
@@ -211,12 +210,7 @@ def _try_to_own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tup
     with contextlib.ExitStack() as opened:
         directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         opened.callback(os.close, directory_fd)
-        try:
-            lock_fd = os.open(_LOCK_NAME, _FLAGS | os.O_CREAT, 0o600, dir_fd=directory_fd)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise StoreFailed(f"{directory}: cannot open its lock: {error}") from error
+        lock_fd = open_file(directory, directory_fd, _LOCK_NAME, os.O_RDWR | os.O_CREAT)
         opened.callback(os.close, lock_fd)
         if not (_patiently(lock_fd) or (not is_here and _after_a_death(lock_fd))):
             text = _describe(_read_owner(lock_fd))
@@ -270,7 +264,7 @@ def _make_private(directory: Path) -> None:
 def remove_files(directory: Path, directory_fd: int) -> None:
     """Delete the arena's files, the lock last, while the lock is held."""
     for name in (*map(slot_name, slot_numbers(directory_fd)), _LOCK_NAME):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # no file of ours is one
             os.unlink(name, dir_fd=directory_fd)
     with contextlib.suppress(OSError):  # something foreign lies in it: not ours to delete
         directory.rmdir()

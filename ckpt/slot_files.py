@@ -8,12 +8,14 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ckpt import disk
 from ckpt.errors import Damaged, StoreFailed, Unsupported
 from ckpt.grid import PAGE_BYTES, round_up
 from ckpt.image import Header, decode
@@ -163,10 +165,9 @@ class SlotFiles:
         ) from cause
 
     def _open(self, number: int, flags: int) -> int:
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            return os.open(slot_name(number), flags, 0o600, dir_fd=self._directory_fd)
-        except OSError as error:
+            return open_file(self.directory, self._directory_fd, slot_name(number), flags)
+        except FileNotFoundError as error:
             raise StoreFailed(f"{self.path(number)}: cannot open this slot: {error}") from error
 
     @contextlib.contextmanager
@@ -176,6 +177,38 @@ class SlotFiles:
             yield fd
         finally:
             os.close(fd)
+
+
+def open_file(directory: Path, directory_fd: int, name: str, flags: int) -> int:
+    """A descriptor of a file of an arena; nothing else of its name is opened, nor waited for.
+
+    Raises:
+        StoreFailed: there is something else, or it cannot be opened. FileNotFoundError.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    path = directory / name
+    try:
+        found = os.open(name, flags, 0o600, dir_fd=directory_fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _must_be_file(path, os.stat(name, dir_fd=directory_fd, follow_symlinks=False))
+        raise StoreFailed(f"{path}: cannot open this file of an arena: {error}") from error
+    try:
+        _must_be_file(path, os.fstat(found))
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def _must_be_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreFailed(
+            f"{path}: wanted a file of an arena, found {disk.kind_of(found.st_mode)}; remove it, "
+            "or give the arena another directory"
+        )
 
 
 def prefault(mapping: mmap.mmap, go_on: Callable[[], None]) -> None:

@@ -356,19 +356,6 @@ def test_directories_that_are_not_private_are_refused(tmp_path: Path) -> None:
     assert list(target.iterdir()) == []
 
 
-def test_a_slot_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    directory = tmp_path / "arena"
-    directory.mkdir(mode=0o700)
-    precious = tmp_path / "precious"
-    precious.write_text("x")
-    (directory / "slot-0").symlink_to(precious)
-    with pytest.raises(StoreFailed, match=r"slot-0: cannot open this slot: .*symbolic links"):
-        Arena(directory, owner=OWNER)
-    assert precious.read_text() == "x"
-    (directory / "slot-0").unlink()
-    Arena(directory, owner=OWNER).close(remove=True)  # the refused one kept no lock
-
-
 def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owning, "_SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr(owning.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from faulty_store import FaultyStore
+from no_files import KINDS, put_in_the_way
 from store_contract import SIZES, StoreContract, aligned, files, some_bytes
 from store_troubles import fail_on, raw_files, writes_of
 
@@ -350,7 +351,6 @@ def test_links_that_lead_nowhere_hide_nothing_else(store: FileStore, linked: Pat
         lambda store: store.list("loop/x"),
         lambda store: store.read("loop/x"),
         lambda store: store.read_log("loop/x"),
-        lambda store: store.read("loop"),
         lambda store: store.open_image("loop/x"),
         lambda store: store.move("loop/x", "e"),
         lambda store: store.move("loop", "e"),
@@ -369,6 +369,39 @@ def test_a_loop_of_links_is_no_absence(
     assert raw_files(linked / "d") == {"x": b"1"}
 
 
+@pytest.mark.parametrize("name", ["none", "loop", "past"])
+def test_a_link_in_place_of_a_file_is_damage_of_that_file(
+    store: FileStore, linked: Path, name: str
+) -> None:
+    """The store has answered: what it says of other files is to be believed."""
+    for read in (store.read, store.read_log, store.open_image):
+        with pytest.raises(Damaged, match=rf"/{name}: wanted a file, found a link to .*nowhere; "):
+            read(name)
+    assert store.exists(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_a_file_is_written_into(store: FileStore, kind: str) -> None:
+    store.put("x", b"1")
+    place = Path(store.location, "y")
+    put_in_the_way(place, kind, Path(store.location, "x"))
+    wanted = rf"/y: wanted a file, found a {kind} \(.*remove it"
+    for write in (store.append, lambda key, data: store.write_image(key, aligned(data))):
+        with pytest.raises(StoreFailed, match=wanted):
+            write("y", b"2")
+    assert store.read("x") == b"1"
+
+
+def test_nothing_is_written_into_a_pipe_that_somebody_reads(store: FileStore) -> None:
+    store.put("x", b"1")
+    os.mkfifo(Path(store.location, "y"))
+    reader = os.open(Path(store.location, "y"), os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(StoreFailed, match=r"/y: wanted a file, found a pipe"):
+        store.append("y", b"2")
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
 @pytest.mark.parametrize("key", ["none/x", "none/x/y"])
 def test_writing_below_a_link_to_nothing_names_it(store: FileStore, linked: Path, key: str) -> None:
     for act in (store.put, store.put_if_absent):
@@ -382,7 +415,7 @@ def test_a_pipe_holds_nobody_up(store: FileStore) -> None:
     store.put("a/x", b"")
     os.mkfifo(Path(store.location, "a/pipe"))
     for act in (store.read, store.open_image):
-        with pytest.raises(Damaged, match="pipe: wanted a file, found p"):
+        with pytest.raises(Damaged, match="pipe: wanted a file, found a pipe"):
             act("a/pipe")
     assert [e.name for e in store.list("a")] == ["pipe", "x"]
 
