@@ -34,6 +34,11 @@ class AlreadyExists(CheckpointError):
     """The place is taken; what is there was left untouched."""
 
 
+def difference_lines(differences: Sequence[str]) -> str:
+    """How a `Mismatch` shows its differences, behind its message."""
+    return "".join(f"\n  {line}" for line in differences)
+
+
 class Mismatch(CheckpointError):
     """What was saved differs from what was asked for.
 
@@ -42,8 +47,7 @@ class Mismatch(CheckpointError):
 
     def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
         self.differences = tuple(differences)
-        lines = "".join(f"\n  {line}" for line in self.differences)
-        super().__init__(message + lines)
+        super().__init__(message + difference_lines(self.differences))
 
 
 class Damaged(CheckpointError):

@@ -1,7 +1,8 @@
 """What trainer and writer say to each other: frozen values, and their form as JSON lines.
 
 The same values go to a writer in a thread, as they are, and to one in a process of its own, over a
-Unix socket. The first line each side sends carries the version.
+Unix socket. The first line each side sends carries the version. An error arrives with its class,
+its text and its causes; see `_ERRORS` for which classes.
 
 ============== ===================================================================================
 to the writer  `Setup` (once, first), `Begin`, `Job`, `Abandon`, `Note`, `Flush`, `Settle`, `Close`
@@ -12,6 +13,7 @@ from it        `Ready` (once, first), `Released`, `Done`, `Failed`, `Trouble`, `
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 import os
@@ -20,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import errors
-from ckpt.errors import CheckpointError, Damaged
+from ckpt.errors import CheckpointError, Damaged, Mismatch, difference_lines
 from ckpt.lineage import Lineage, Reach, StepId
 from ckpt.retention import Best, Keep
 from ckpt.tiers import Durable, Local, Shared, patience_of
 
-VERSION = 2
+VERSION = 3
 Json = Any
 
 
@@ -234,16 +236,65 @@ def _emit_id(step: StepId | None) -> Json:
 
 
 def _emit_error(error: BaseException) -> Json:
-    return [type(error).__name__, str(error)]
+    """An error and what caused it, the error itself first."""
+    chain: list[Json] = []
+    link: BaseException | None = error
+    while link is not None and len(chain) < _CAUSES + 1:
+        chain.append(_emit_link(link))
+        link = link.__cause__
+    return chain
+
+
+def _emit_link(error: BaseException) -> Json:
+    """Class, text, and the differences of a Mismatch."""
+    differences = error.differences if isinstance(error, Mismatch) else ()
+    # An error of one text is made of it again; KeyError would show it in quotes twice.
+    plain = len(error.args) == 1 and isinstance(error.args[0], str)
+    text = (error.args[0] if plain else str(error)).removesuffix(difference_lines(differences))
+    kind = next((each.__name__ for each in type(error).__mro__ if _is_known(each)), "")
+    if kind != type(error).__name__:
+        text = f"{type(error).__name__}: {text}"
+    return [kind, text, list(differences)]
 
 
 def _parse_error(value: Json) -> BaseException:
-    kind, text = value
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, CheckpointError):
-        made: CheckpointError = found(text)
-        return made
-    return CheckpointError(f"{kind}: {text}")
+    made: BaseException | None = None
+    for kind, text, differences in reversed(value):
+        error = _ERRORS.get(kind, CheckpointError)(text)
+        if differences:
+            error = Mismatch(text, differences)
+        error.__cause__ = made
+        made = error
+    if made is None:
+        raise ValueError("an error without a class")
+    return made
+
+
+def _is_known(kind: type) -> bool:
+    return _ERRORS.get(kind.__name__) is kind
+
+
+def _takes_text(kind: type[Exception]) -> bool:
+    try:
+        return "text" in str(kind("text"))
+    except TypeError:
+        return False
+
+
+_CAUSES = 7
+"""So many causes of an error are carried, one behind the other."""
+
+_ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each
+    for each in (*vars(builtins).values(), *vars(errors).values())
+    # The two that end a loop or a generator would do so, unseen, in whoever raises them again.
+    if isinstance(each, type)
+    and issubclass(each, Exception)
+    and not issubclass(each, StopIteration | StopAsyncIteration)
+    and _takes_text(each)
+}
+"""What arrives as what it was: errors of this package, and builtin ones that are made of a text.
+Others arrive as the nearest of these that they are a kind of, with their name in the text."""
 
 
 def _emit_tier(name: str, tier: Durable) -> Json:
