@@ -134,7 +134,9 @@ class Arena:
         self._warming: int | None = None  # the slot that it is at: a claim waits for it
         self._remove_at_end: bool | None = None
         is_here = any(arena.directory == self.directory for arena in list(_live))
-        self._lock_fd, self._directory_fd = own(self.directory, owner, is_here=is_here)
+        owned = own(self.directory, owner, is_here=is_here)
+        self._lock_fd, self._directory_fd = owned.lock_fd, owned.directory_fd
+        self._made = owned.made
         self._files = SlotFiles(self.directory, self._directory_fd)
         _live.add(self)
         try:
@@ -381,7 +383,8 @@ class Arena:
         return self._files.images()
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the lock; with `remove`, delete slots and directory first. Idempotent.
+        """Let go of the lock; with `remove`, delete the slots first, and the directory unless it
+        was there before. Idempotent.
 
         Buffers of slots still held stay mapped until they are dropped. When it is interrupted, the
         lock is free all the same, or another call goes on.
@@ -403,7 +406,7 @@ class Arena:
         self._maps.clear()
         try:
             if remove:
-                remove_files(self.directory, self._directory_fd)
+                remove_files(self.directory, self._directory_fd, with_directory=self._made)
             else:
                 self._give_back_lent()
         finally:

@@ -62,7 +62,7 @@ def default_directory(location: str, process: int) -> Path:
     """
     usable = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
     base = _SHARED_MEMORY if usable else Path(tempfile.gettempdir())
-    mine = base / f"lastgood-{os.getuid()}"
+    mine = base / _default_parent()
     _make_private(mine)
     name = location if "://" in location else os.path.realpath(location)
     return mine / f"{xxhash.xxh3_64_hexdigest(os.fsencode(name))}-p{process}"
@@ -85,7 +85,8 @@ def remove_stale(
 ) -> list[StaleArena]:
     """Delete those that `stale_arenas` finds and nobody will come back for; returns them.
 
-    Only an arena's own files are deleted, and its directory when that is empty then.
+    Only an arena's own files are deleted, and its directory when it was made for the arena and is
+    empty then.
 
     Args:
         keep: the directory of an arena that stays in any case: that of the caller's own run.
@@ -155,7 +156,8 @@ def _each_stale(
                 if remove is None:
                     yield found
                 elif remove(found):
-                    remove_files(directory, directory_fd)
+                    is_made = owner.get("made") is not False
+                    remove_files(directory, directory_fd, with_directory=is_made)
                     yield found
         finally:
             os.close(lock_fd)
@@ -183,8 +185,19 @@ def _look_at(directory: Path, owner: dict[str, Any], lock_fd: int, directory_fd:
     return StaleArena(directory, owner, 512 * blocks, newest_ns, steps)
 
 
-def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, int]:
-    """Make the directory and take its lock; returns the descriptors of lock and directory.
+@dataclass(frozen=True)
+class Owned:
+    """The directory of an arena whose lock we hold; both descriptors are the holder's to close."""
+
+    lock_fd: int
+    directory_fd: int
+    made: bool
+    """Whether the directory is there for the arena only, so that it goes with it: it was made by
+    this owner, or by one before."""
+
+
+def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> Owned:
+    """Make the directory and take its lock.
 
     `owner` says who this is; `is_here`: a live arena of this process is known to be there.
 
@@ -193,9 +206,11 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, 
         StoreFailed: it cannot be made, or is not private to this user.
     """
     error = None
+    made = _is_default(directory)
     for _ in range(100):  # an owner that leaves may remove it between any two of these calls
         try:
-            found = _try_to_own(directory, owner, is_here=is_here)
+            made |= _make_private(directory)
+            found = _try_to_own(directory, owner, is_here=is_here, made=made)
         except FileNotFoundError as absent:
             error = absent
             continue
@@ -204,9 +219,10 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, 
     raise StoreFailed(f"{directory}: cannot be made, or vanishes each time: {error}") from error
 
 
-def _try_to_own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tuple[int, int] | None:
+def _try_to_own(
+    directory: Path, owner: dict[str, Any], *, is_here: bool, made: bool
+) -> Owned | None:
     """None when the directory was removed meanwhile; nothing stays open then, or after an error."""
-    _make_private(directory)
     with contextlib.ExitStack() as opened:
         directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         opened.callback(os.close, directory_fd)
@@ -225,10 +241,12 @@ def _try_to_own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> tup
             )
         if not _is_current(lock_fd, directory, directory_fd):
             return None
+        made = made or _parse_owner(lock_fd).get("made") is True
+        text = _owner_text({"made": made, **owner})
         os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, _owner_text(owner).encode(), 0)
+        os.pwrite(lock_fd, text.encode(), 0)
         opened.pop_all()
-        return lock_fd, directory_fd
+        return Owned(lock_fd, directory_fd, made)
 
 
 def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
@@ -242,13 +260,27 @@ def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
     )
 
 
-def _make_private(directory: Path) -> None:
-    """Make it, or check that it is ours alone; `FileNotFoundError` when it was just removed."""
+def _is_default(directory: Path) -> bool:
+    """Whether it lies where `default_directory` has all of them, and nobody has his own."""
+    return directory.parent.name == _default_parent()
+
+
+def _default_parent() -> str:
+    return f"lastgood-{os.getuid()}"
+
+
+def _make_private(directory: Path) -> bool:
+    """Make it, or check that it is ours alone; `FileNotFoundError` when it was just removed.
+
+    Returns whether it was made.
+    """
+    made = False
     try:
         for ancestor in (*reversed(directory.parents), directory):
             with contextlib.suppress(FileExistsError):
                 if not ancestor.exists():
                     ancestor.mkdir(mode=0o700)
+                    made = ancestor == directory
         found = os.lstat(directory)
     except FileNotFoundError:
         raise
@@ -259,15 +291,17 @@ def _make_private(directory: Path) -> None:
             f"{directory}: wanted a directory of user {os.geteuid()} with mode 0700, found "
             f"{stat.filemode(found.st_mode)} of user {found.st_uid}; remove it or give another"
         )
+    return made
 
 
-def remove_files(directory: Path, directory_fd: int) -> None:
-    """Delete the arena's files, the lock last, while the lock is held."""
+def remove_files(directory: Path, directory_fd: int, *, with_directory: bool) -> None:
+    """Delete the arena's files, the lock last, while the lock is held; and its directory."""
     for name in (*map(slot_name, slot_numbers(directory_fd)), _LOCK_NAME):
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # no file of ours is one
             os.unlink(name, dir_fd=directory_fd)
-    with contextlib.suppress(OSError):  # something foreign lies in it: not ours to delete
-        directory.rmdir()
+    if with_directory:
+        with contextlib.suppress(OSError):  # something foreign lies in it: not ours to delete
+            directory.rmdir()
 
 
 def _try_lock(fd: int) -> bool:

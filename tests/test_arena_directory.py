@@ -1,0 +1,61 @@
+"""The directory of an arena: it goes with the arena that made it, and a user's own stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arena_slots import OWNER, put
+
+import ckpt
+from ckpt.arena import Arena
+from ckpt.owning import default_directory, remove_stale
+
+STATE = {"w": np.zeros(3)}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("deaths", [0, 1, 2])
+def test_only_what_was_made_is_removed(tmp_path: Path, is_there: bool, deaths: int) -> None:
+    """Also by a later owner: those before have died."""
+    place = tmp_path / "arena"
+    if is_there:
+        place.mkdir(mode=0o700)
+    for step in range(deaths):
+        arena = Arena(place, owner=OWNER)
+        put(arena, step).release()
+        arena.close(remove=False)
+    Arena(place, owner=OWNER).close(remove=True)
+    assert place.exists() == is_there
+    assert not is_there or not list(place.iterdir())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_who_frees_what_the_dead_left_does_likewise(tmp_path: Path, is_there: bool) -> None:
+    place = tmp_path / "arena"
+    if is_there:
+        place.mkdir(mode=0o700)
+    Arena(place, owner=OWNER).close(remove=False)
+    (freed,) = remove_stale(tmp_path, older_than_s=-3600)
+    assert freed.directory == place
+    assert place.exists() == is_there
+    assert not is_there or not list(place.iterdir())
+
+
+def test_in_the_default_place_nothing_stays(tmp_path: Path) -> None:
+    """There an owner that was killed right after it made it left no word."""
+    place = default_directory(str(tmp_path), 0)
+    place.mkdir(mode=0o700)
+    Arena(place, owner=OWNER).close(remove=True)
+    assert not place.exists()
+
+
+def test_a_manager_leaves_the_directory_that_was_given(tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    place.mkdir(mode=0o700)
+    for step in (1, 2):
+        with ckpt.CheckpointManager(ckpt.Memory(), tmp_path / "run", arena=place) as m:
+            m.resume(like=STATE)
+            m.save(step, STATE)
+        assert list(place.iterdir()) == []
