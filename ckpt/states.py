@@ -55,6 +55,21 @@ class Skipping(Protocol):
         """
 
 
+@runtime_checkable
+class Positioned(Protocol):
+    """An iterator of which not every range ends at a position: several sources are mixed."""
+
+    def position_after(
+        self,
+        state: Json,
+        batches: int,
+        skips: Sequence[tuple[int, int]] = (),
+        *,
+        batch_size: int | None = None,
+    ) -> int:
+        """The `next_example` of the state so many batches later."""
+
+
 def as_json(value: Json, what: str) -> Json:
     """A copy of a value as JSON gives it back: tuples are lists, NaN and infinities stay.
 
@@ -291,6 +306,8 @@ class SpansOf:
         """The position that so many examples later was saved."""
         if count == 0:
             return cast(int, state["next_example"])
+        if isinstance(self.iterator, Positioned) and self.unit == 1:
+            return self.iterator.position_after(state, count, skips, batch_size=1)
         spans = list(self.after(state, 0, count, skips))
         return int(spans[-1][1]) if spans else None
 
@@ -337,5 +354,7 @@ def check_moved(
 def _next_example(iterator: Skipping, state: Json, steps: int) -> int | None:
     if steps == 0:
         return state.get("next_example") if isinstance(state, dict) else None
+    if isinstance(iterator, Positioned):
+        return iterator.position_after(state, steps)
     spans = list(iterator.span(state, steps - 1, steps))
     return int(spans[-1][1]) if spans else None

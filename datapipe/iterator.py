@@ -135,7 +135,8 @@ class Iterator(grain.DatasetIterator[Any]):
 
         A JSON value, the same for any batch size and any number of processes and threads.
         """
-        return states.State(self._next_example, self._plan.skips, self._identity).to_json()
+        skipped = tuple(self._plan.skipped)
+        return states.State(self._next_example, skipped, self._identity).to_json()
 
     def set_state(self, state: states.JSON) -> None:
         """Goes to a saved position; its skips replace the ones here. Reads nothing.
@@ -147,7 +148,7 @@ class Iterator(grain.DatasetIterator[Any]):
         """
         saved = self._parsed(state)
         self._refuse_closed()
-        self._plan = self._plan.replacing(saved.skips)
+        self._plan = self._plan.unskipped().skipping(saved.skips)
         self._next_example = saved.next_example
         self._drop_ahead()
 
@@ -159,7 +160,10 @@ class Iterator(grain.DatasetIterator[Any]):
         self._drop_ahead()
 
     def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Never serves these examples (half-open ranges), beside those already skipped.
+        """Never serves these examples, beside those already skipped.
+
+        `ranges` are half-open, of addresses, as `span` gives them: the ordinals of each source,
+        which are the examples where there is one source.
 
         Batches close up: the next batch is the next `batch_size` examples that are left. What was
         delivered before stays delivered; with more than one epoch the same *records* come back in
@@ -178,7 +182,7 @@ class Iterator(grain.DatasetIterator[Any]):
         *,
         batch_size: int | None = None,
     ) -> list[tuple[int, int]]:
-        """The examples held by batches first..stop-1, counted from a saved state of this run.
+        """What batches first..stop-1 hold, counted from a saved state of this run.
 
         Under the skips of that state, with `skips` beside them, and `batch_size` (None: the one
         here); ranges as `skip` takes them.
@@ -186,11 +190,30 @@ class Iterator(grain.DatasetIterator[Any]):
         Raises:
           Mismatch, Damaged, Unsupported: as `set_state`.
         """
+        saved, plan = self._counted(state, skips, batch_size)
+        return plan.addresses(plan.span(saved.next_example, first, stop))
+
+    def position_after(
+        self,
+        state: states.JSON,
+        batches: int,
+        skips: Iterable[tuple[int, int]] = (),
+        *,
+        batch_size: int | None = None,
+    ) -> int:
+        """The `next_example` of the state that comes that many batches after a saved one.
+
+        Arguments and errors as of `span`.
+        """
+        saved, plan = self._counted(state, skips, batch_size)
+        return plan.advance(saved.next_example, batches)
+
+    def _counted(
+        self, state: states.JSON, skips: Iterable[tuple[int, int]], batch_size: int | None
+    ) -> tuple[states.State, Plan]:
         saved = self._parsed(state)
-        plan = self._plan.replacing(saved.skips.union(skips))
-        if batch_size is not None:
-            plan = replace(plan, batch_size=batch_size)
-        return plan.span(saved.next_example, first, stop)
+        plan = self._plan.unskipped().skipping([*saved.skips, *skips])
+        return saved, plan if batch_size is None else replace(plan, batch_size=batch_size)
 
     # -- working ahead -------------------------------------------------------------------------
 
@@ -206,17 +229,16 @@ class Iterator(grain.DatasetIterator[Any]):
     def _fill(self, wanted: int) -> None:
         while len(self._queue) < wanted:
             if self._window is None or self._window_used == self._window.count:
-                left = self._plan.batches_left(self._planned_to)
-                count = self._window_size if left is None else min(self._window_size, left)
-                if count == 0:
-                    return
                 rows = None if self._feed is None else self._feed.rows
-                self._window = Window(self._recipe, self._plan, self._planned_to, count, rows)
-                self._window_used = 0
+                size = self._window_size
+                window = Window(self._recipe, self._plan, self._planned_to, size, rows)
+                if window.count == 0:
+                    return
+                self._window, self._window_used = window, 0
                 self._window_size = min(2 * self._window_size, self._largest_window)
             work = partial(_make, self._window, self._window_used, self._feed)
+            self._planned_to = self._window.position_after(self._window_used)
             self._window_used += 1
-            self._planned_to = self._plan.advance(self._planned_to)
             self._queue.append(self._submit(work))
 
     def _submit(self, work: Callable[[], Any]) -> _Ahead:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Iterator as _Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from datapipe.examples import Examples, Segment
+from datapipe.mixing import Mixture
 from datapipe.plan import Plan, Remainder
 from datapipe.state import JSON, identity
+from datapipe.streams import SHUFFLES, Shuffle
 from datapipe.transform import Transform, extended
 from datapipe.window import Recipe
 from formats.errors import Misuse, NotFound
@@ -34,40 +37,50 @@ class Pipeline:
     examples a batch is the columns of the source, or a one-dimensional array of bytes objects.
 
     Args:
-      source: what `formats.open_source` returns, or anything with its methods.
+      source: what `formats.open_source` returns, or anything with its methods; or several by name.
       batch_size: examples per batch, over all processes.
       seed: of the shuffle and of `.random_map`; 0 to 2^64 - 1.
-      shuffle: every epoch in another order of all records; False: as stored.
-      epochs: how often each record is served; None: without end. Batches run over the border of
-        two epochs.
-      remainder: a short batch at the end of the last epoch: "drop" it or "keep" it.
+      shuffle: True or "global": every epoch in another order of all records; "grain": in the order
+        that Grain's shuffle has; False or "none": as stored.
+      epochs: how often each record is served; None: without end. Of several sources the first one
+        that has been served so often ends the run.
+      remainder: what becomes of the end of an epoch: "carry": batches run on into the next epoch,
+        and a short one at the very end is left out; "keep": every epoch ends with a short batch;
+        "drop": what is left over of an epoch is not served.
+      weights: of several sources, by name, of any scale; by default as many as each has records.
+        Every block of at most 4,096 examples has exactly the same number of each.
 
     Raises:
-      NotFound: the source is empty.
-      Misuse: the batch is larger than the source, or an argument is out of range.
+      NotFound: a source is empty.
+      Misuse: the batch is larger than the sources, or an argument is out of range.
     """
 
-    source: Source
+    source: Source | Mapping[str, Source]
     _: KW_ONLY
     batch_size: int
     seed: int
-    shuffle: bool = True
+    shuffle: bool | Shuffle = True
     epochs: int | None = None
-    remainder: Remainder = "drop"
+    remainder: Remainder = "carry"
+    weights: Mapping[str, float] | None = None
     transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
-        missing = [name for name in _SOURCE_METHODS if not hasattr(self.source, name)]
-        if missing:
+        if not self.sources:
+            raise NotFound("no source is given; check where their names come from")
+        for name, source in self.sources.items():
+            _must_be_a_source(name, source)
+        if self.shuffle not in (True, False, *SHUFFLES):
             raise Misuse(
-                f"{type(self.source).__name__} is no source: it has no {', '.join(missing)}; "
-                "open files with formats.open_source(...)"
+                f"shuffle must be True, False, or one of {', '.join(SHUFFLES)}, "
+                f"found {self.shuffle!r}"
             )
-        if not isinstance(self.shuffle, bool):
-            raise Misuse(f"shuffle must be True or False, found {self.shuffle!r}")
-        records = len(self.source)
-        if records == 0:
-            raise NotFound("the source holds no records; check its pattern and its filters")
+        if self.weights is not None and {*self.weights} != {*self.sources}:
+            raise Misuse(
+                f"weights: wanted one for each of {sorted(self.sources)}, "
+                f"found {sorted(self.weights)}"
+            )
+        records = sum(map(len, self.sources.values()))
         if self.plan.batch_size > records:
             raise Misuse(
                 f"a batch of {self.batch_size} is larger than the source, which holds {records} "
@@ -104,22 +117,32 @@ class Pipeline:
     # -- order and identity --------------------------------------------------------------------
 
     @cached_property
+    def sources(self) -> dict[str, Source]:
+        """All sources by name, in the order of their numbers; a single one is called "source"."""
+        if isinstance(self.source, Mapping):
+            return dict(self.source)
+        return {"source": self.source}
+
+    @cached_property
     def plan(self) -> Plan:
         """The order of records: asked without reading data."""
-        return Plan(
-            record_count=len(self.source),
-            batch_size=self.batch_size,
-            seed=self.seed,
-            shuffle="global" if self.shuffle else "none",
-            epochs=self.epochs,
-            remainder=self.remainder,
-        )
+        counts = [len(source) for source in self.sources.values()]
+        weights = [
+            (self.weights or {}).get(n, c) for n, c in zip(self.sources, counts, strict=True)
+        ]
+        segment = Segment(0, tuple(counts), Mixture.of(weights).counts)
+        shuffle: Shuffle = "none"
+        if self.shuffle:
+            shuffle = "global" if isinstance(self.shuffle, bool) else self.shuffle
+        order = Examples((segment,), self.seed, shuffle, self.epochs)
+        return Plan(order, self.batch_size, self.remainder)
 
     @cached_property
     def identity(self) -> JSON:
-        """What saved positions belong to; asks the source for its fingerprint, once."""
+        """What saved positions belong to; asks the sources for their fingerprints, once."""
         labels = [transform.label for transform in self.transforms]
-        return identity(self.plan, self.source.fingerprint(), labels)
+        found = {name: source.fingerprint() for name, source in self.sources.items()}
+        return identity(self.plan.order, found, labels)
 
     # -- iterating -----------------------------------------------------------------------------
 
@@ -159,11 +182,11 @@ class Pipeline:
         if sharding is not None:
             from datapipe.feed import Feed
 
-            if self.remainder == "keep" and self.epochs is not None:
-                raise Misuse("a short last batch cannot be sharded: take remainder='drop'")
+            if self.remainder == "keep":
+                raise Misuse("a short batch cannot be sharded: take remainder='carry' or 'drop'")
             feed = Feed(sharding, self.plan.batch_size)
         return Iterator(
-            Recipe(self.source, self.transforms, self.plan.seed),
+            Recipe(tuple(self.sources.values()), self.transforms, self.plan.order.seed),
             self.plan,
             self.identity,
             feed=feed,
@@ -183,6 +206,19 @@ class Pipeline:
 
     def __iter__(self) -> _Iterator[Any]:
         return self.iterator()
+
+
+def _must_be_a_source(name: str, source: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= 64:
+        raise Misuse(f"the name of a source is a text of 1 to 64 characters, found {name!r}")
+    missing = [method for method in _SOURCE_METHODS if not hasattr(source, method)]
+    if missing:
+        raise Misuse(
+            f"{type(source).__name__} is no source: it has no {', '.join(missing)}; "
+            "open files with formats.open_source(...)"
+        )
+    if len(source) == 0:  # type: ignore[arg-type]
+        raise NotFound(f"{name} holds no records; check its pattern and its filters")
 
 
 _SOURCE_METHODS = ("__len__", "read", "fingerprint", "where")

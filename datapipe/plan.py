@@ -1,112 +1,43 @@
-"""Which record stands where: the whole run as one sequence of examples, computed, never stored.
+"""Which example stands in which batch, and back: arithmetic on what is not skipped.
 
-Example `e` of a source of n records is position `e % n` of epoch `e // n`, and the record at
-that position is given by the permutation of the epoch (or is the position itself). Examples are
-counted through all epochs, and independently of the batch size. A *skip* is a range of examples
-that no batch may hold. A batch is the next `batch_size` examples that are not skipped: it may run
-over the border of two epochs, so that every record is served once per epoch whatever the sizes.
-Only the very end of the last epoch may leave a short batch: `remainder` says what becomes of it.
+A *skip* is an example that no batch may hold. It is remembered as ordinals of its source, so that
+it stays in force for the same examples when weights or batch size change; written down, ordinal k
+of source s is the *address* s * 2^62 + k. With `rank` of an example = how many before it are not
+skipped, a batch is the next `batch_size` ranks. What becomes of the end of an epoch says
+`remainder`:
 
-With `rank` of an example = how many examples before it are not skipped, batch b is the ranks
-[b * batch_size, (b + 1) * batch_size). All questions are arithmetic on ranks: a far-away batch
-costs what a near one costs, and no data is read.
+    "carry"   batches run on into the next epoch; a short one at the very end is left out
+    "keep"    every epoch ends with a short batch, if need be
+    "drop"    every epoch ends with its last full batch; what is left over is not served
+
+A position is the number of an example, the first one that was not delivered. It does not depend on
+the batch size.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from datapipe.permute import LIMIT, Permutation
+from datapipe.borders import Borders
+from datapipe.examples import Examples, Located
+from datapipe.numbers import integer
+from datapipe.permute import LIMIT
+from datapipe.skips import Skips
+from datapipe.streams import Shuffle
 from formats.errors import Misuse
 
 VERSION: Final = 1  # of the order of records: saved in states
 
-Shuffle = Literal["global", "none"]
-Remainder = Literal["drop", "keep"]
-
-
-@dataclass(frozen=True)
-class Skips:
-    """A set of examples as sorted, disjoint, non-adjacent half-open ranges.
-
-    Build it with `Skips.of`, which takes ranges in any order and unites them.
-    """
-
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    @staticmethod
-    def of(ranges: Iterable[tuple[int, int]]) -> Skips:
-        """The union of `ranges`; empty ranges are left out.
-
-        Raises:
-          Misuse: a bound is no integer in [0, 2^62], or a range ends before it starts.
-        """
-        pairs: list[tuple[int, int]] = []
-        for given in ranges:
-            start, stop = _range(given)
-            if start < stop:
-                pairs.append((start, stop))
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(pairs):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        return Skips(tuple(merged))
-
-    def union(self, ranges: Iterable[tuple[int, int]]) -> Skips:
-        """These and `ranges` together."""
-        return Skips.of([*self.ranges, *ranges])
-
-    def rank(self, example: int) -> int:
-        """How many examples in [0, example) are not skipped."""
-        index = int(np.searchsorted(self._starts, example, side="right"))
-        if index == 0:
-            return example
-        start, stop = self.ranges[index - 1]
-        return example - int(self._before[index - 1]) - (min(stop, example) - start)
-
-    def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The examples that have these ranks: the inverse of `rank`; int64, same shape."""
-        index = np.searchsorted(self._start_ranks, ranks, side="right")
-        return ranks + self._before[index]
-
-    def holds(self, example: int) -> bool:
-        """Is this example skipped?"""
-        return self.rank(example + 1) == self.rank(example)
-
-    def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """The ranges that start in [start, stop)."""
-        first, last = np.searchsorted(self._starts, [start, stop], side="left")
-        return self.ranges[first:last]
-
-    @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        return np.array([start for start, _ in self.ranges], np.int64)
-
-    @cached_property
-    def _before(self) -> NDArray[np.int64]:
-        """[i]: how many examples the first i ranges hold."""
-        lengths = np.array([stop - start for start, stop in self.ranges], np.int64)
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-
-    @cached_property
-    def _start_ranks(self) -> NDArray[np.int64]:
-        return self._starts - self._before[:-1]
-
-
-class Located(NamedTuple):
-    """Where examples come from; both are int64 and have the shape of the examples."""
-
-    epochs: NDArray[np.int64]
-    records: NDArray[np.int64]
+Remainder = Literal["carry", "keep", "drop"]
+_REMAINDERS: Final = ("carry", "keep", "drop")
+_SPARSE: Final = 4  # examples looked at for each one that is served
 
 
 class BatchPlan(NamedTuple):
@@ -114,49 +45,60 @@ class BatchPlan(NamedTuple):
 
     batch: int  # counted from example 0 under the skips of the plan
     examples: tuple[tuple[int, int], ...]  # half-open ranges
-    epochs: tuple[int, int]  # half-open: one epoch, or two at a border
-    records: NDArray[np.int64]  # in the order of the rows
+    sources: NDArray[np.int64]  # of each row
+    epochs: NDArray[np.int64]
+    items: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which a source is served.
+    """The batches of a run.
 
     Args:
-      record_count: records of the source, at least 1.
+      order: all examples.
       batch_size: examples per batch, over all processes.
-      seed: of the shuffle, 0 to 2^64 - 1.
-      shuffle: "global" (every epoch another permutation of all records) or "none".
-      epochs: how often each record is served; None: without end.
-      remainder: what becomes of a short batch at the end of the last epoch: "drop" or "keep".
-      skips: examples that are not served.
+      remainder: what becomes of the end of an epoch. "keep" and "drop" are for one source.
+      skips: by source, the ordinals that are not served.
 
     Raises:
-      Misuse: an argument is out of range, or the plan would have more than 2^62 examples.
+      Misuse: an argument is out of range.
     """
 
-    record_count: int
+    order: Examples
     batch_size: int
-    seed: int
-    shuffle: Shuffle = "global"
-    epochs: int | None = None
-    remainder: Remainder = "drop"
-    skips: Skips = field(default_factory=Skips)
+    remainder: Remainder = "carry"
+    skips: tuple[Skips, ...] = ()
+
+    @staticmethod
+    def of(
+        items: int,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: Shuffle = "global",
+        epochs: int | None = None,
+        remainder: Remainder = "carry",
+    ) -> Plan:
+        """Of one source with that many items; see `Examples`."""
+        return Plan(Examples.of(items, seed, shuffle, epochs), batch_size, remainder)
 
     def __post_init__(self) -> None:
-        self._make_int("record_count", 1, LIMIT)
-        self._make_int("batch_size", 1, LIMIT)
-        self._make_int("seed", 0, (1 << 64) - 1)
-        if self.shuffle not in ("global", "none"):
-            raise Misuse(f"shuffle must be 'global' or 'none', found {self.shuffle!r}")
-        if self.remainder not in ("drop", "keep"):
-            raise Misuse(f"remainder must be 'drop' or 'keep', found {self.remainder!r}")
-        if self.epochs is not None:
-            self._make_int("epochs", 1, LIMIT // self.record_count)
-
-    def _make_int(self, name: str, first: int, last: int) -> None:
-        # A NumPy integer would overflow in the arithmetic below.
-        object.__setattr__(self, name, _integer(name, getattr(self, name), first, last))
+        size = integer("batch_size", self.batch_size, 1, LIMIT)
+        object.__setattr__(self, "batch_size", size)
+        if self.remainder not in _REMAINDERS:
+            raise Misuse(
+                f"remainder must be one of {', '.join(_REMAINDERS)}, found {self.remainder!r}"
+            )
+        sources = self.order.source_count
+        if self.remainder != "carry" and sources > 1:
+            raise Misuse(
+                f"remainder={self.remainder!r} is for one source, here are {sources}, each with "
+                "epochs of its own: take 'carry'"
+            )
+        if len(self.skips) > sources:
+            raise Misuse(f"skips of {len(self.skips)} sources, here are {sources}")
+        missing = (Skips(),) * (sources - len(self.skips))
+        object.__setattr__(self, "skips", (*self.skips, *missing))
 
     # -- the whole plan ------------------------------------------------------------------------
 
@@ -168,186 +110,303 @@ class Plan:
     @property
     def end(self) -> int:
         """One past the last example that can be named: the end, or 2^62 without one."""
-        return LIMIT if self.epochs is None else self.epochs * self.record_count
+        return self.order.end
 
-    def skipping(self, ranges: Iterable[tuple[int, int]]) -> Plan:
-        """This plan with more examples skipped: half-open ranges, united with those there."""
-        return replace(self, skips=self.skips.union(ranges))
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """What is skipped, as ranges of addresses, ascending."""
+        return [
+            (source * LIMIT + start, source * LIMIT + stop)
+            for source, skips in enumerate(self.skips)
+            for start, stop in skips.ranges
+        ]
 
-    def replacing(self, skips: Skips) -> Plan:
-        """This plan with other skips in place of its own."""
-        return replace(self, skips=skips)
+    def skipping(self, addresses: Iterable[tuple[int, int]]) -> Plan:
+        """This plan with more examples skipped, beside those that are.
+
+        Raises:
+          Misuse: a range is none, or of a source that there is not.
+        """
+        more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
+        for source, start, stop in map(_parted, addresses):
+            if source >= len(more):
+                raise Misuse(f"a skip of source {source}, here are {len(more)}")
+            more[source].append((start, stop))
+        both = (old.union(new) for old, new in zip(self.skips, more, strict=True))
+        return replace(self, skips=tuple(both))
+
+    def unskipped(self) -> Plan:
+        """This plan with nothing skipped."""
+        return replace(self, skips=())
 
     # -- forwards ------------------------------------------------------------------------------
 
     def batches_left(self, next_example: int) -> int | None:
         """How many batches follow a position; None: without end."""
-        if self.epochs is None:
-            self._position(next_example)
-            return None
-        return self._batches_after(next_example)
+        left = self._batches_after(next_example)
+        return None if self.order.epochs is None else left
 
-    def examples(self, next_example: int, batches: int = 1) -> NDArray[np.int64]:
-        """The examples of the next `batches` batches, in order, as int64[k].
-
-        k is batches * batch_size, or less at the end of the last epoch.
-        """
-        return self.skips.at(np.arange(*self._ranks(next_example, 0, batches), dtype=np.int64))
+    def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
+        """The examples of each of the next batches, in order; fewer batches at the end."""
+        return [self._between(*ranks) for ranks in self._bounds(next_example, 0, batches)]
 
     def advance(self, next_example: int, batches: int = 1) -> int:
         """The position after that many batches: one past the last example they hold.
 
         At the end of the last epoch it stays behind the last batch.
         """
-        first, stop = self._ranks(next_example, 0, batches)
-        return next_example if first == stop else self._example(stop - 1) + 1
+        integer("batches", batches, 0, LIMIT)
+        if batches == 0:
+            return next_example
+        left = self._batches_after(next_example)
+        if left == 0:
+            return next_example
+        last = min(batches, left) - 1
+        ((_, stop),) = self._bounds(next_example, last, last + 1)
+        return self._at(stop - 1) + 1
 
     def locate(self, examples: NDArray[np.int64]) -> Located:
-        """Epoch and record id of each example; `examples` is int64[k], ascending."""
-        epochs, positions = np.divmod(examples, np.int64(self.record_count))
-        if self.shuffle == "none":
-            return Located(epochs, positions)
-        records = np.empty_like(positions)
-        bounds = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), epochs.size]
-        for start, stop in itertools.pairwise(bounds):
-            if start < stop:
-                permutation = self._permutation(int(epochs[start]))
-                records[start:stop] = permutation(positions[start:stop])
-        return Located(epochs, records)
+        """Source, epoch and item of each example; same shape."""
+        return self.order.locate(examples)
 
     def records(self, batches: int | range) -> NDArray[np.int64]:
-        """Record ids of a batch, or of a range of batches one after another, as int64[k].
+        """The record numbers that batches hold, counted from example 0, row by row.
 
-        Batches are counted from example 0 under the skips of this plan. Batches beyond the end
-        hold nothing.
+        Batches beyond the end hold nothing. Which source a number belongs to say the `rows`.
         """
+        return self.rows(batches).items
+
+    def rows(self, batches: int | range) -> Located:
+        """Source, epoch and item of each row of these batches."""
         first, stop = _batch_range(batches)
-        ranks = np.arange(*self._ranks(0, first, stop), dtype=np.int64)
-        return self.locate(self.skips.at(ranks)).records
+        rows = [self._between(*ranks) for ranks in self._bounds(0, first, stop)]
+        return self.locate(np.concatenate([np.zeros(0, np.int64), *rows]))
 
     def span(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The examples held by batches first..stop-1, counted from a position.
 
-        As half-open ranges, sorted, skipped examples left out. To skip those batches is to skip
-        these ranges.
+        As half-open ranges, sorted, skipped examples left out.
         """
-        _integer("first", first, 0, LIMIT)
-        _integer("stop", stop, first, LIMIT)
-        return self._cut(*self._ranks(next_example, first, stop))
+        integer("first", first, 0, LIMIT)
+        integer("stop", stop, first, LIMIT)
+        found: list[tuple[int, int]] = []
+        for start_rank, stop_rank in self._stretches(next_example, first, stop):
+            found += self._cut(start_rank, stop_rank)
+        return found
+
+    def addresses(self, examples: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Ranges of examples as ranges of addresses: to skip these is to skip those."""
+        found = []
+        for start, stop in examples:
+            for source, (first, last) in enumerate(
+                zip(self.order.ordinals(start), self.order.ordinals(stop), strict=True)
+            ):
+                if first < last:
+                    found.append((source * LIMIT + first, source * LIMIT + last))
+        return found
 
     def describe(self, batch: int, count: int = 1) -> tuple[BatchPlan, ...]:
         """What `count` batches from `batch` on hold, without reading data; fewer at the end."""
-        _integer("batch", batch, 0, LIMIT)
-        _integer("count", count, 0, LIMIT)
+        integer("batch", batch, 0, LIMIT)
+        integer("count", count, 0, LIMIT)
         found: list[BatchPlan] = []
-        for index in range(batch, batch + count):
-            first, stop = self._ranks(0, index, index + 1)
-            if first == stop:
-                break
-            located = self.locate(self.skips.at(np.arange(first, stop, dtype=np.int64)))
-            epochs = (int(located.epochs[0]), int(located.epochs[-1]) + 1)
-            ranges = tuple(self._cut(first, stop))
-            found.append(BatchPlan(index, ranges, epochs, located.records))
+        for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
+            located = self.locate(self._between(*ranks))
+            found.append(BatchPlan(index, tuple(self._cut(*ranks)), *located))
         return tuple(found)
 
     # -- backwards -----------------------------------------------------------------------------
 
-    def batches(self, record: int, *, epochs: range | None = None) -> tuple[int, ...]:
-        """The batches that hold a record, ascending, counted as by `records`.
+    def batches(
+        self, item: int, *, source: int = 0, epochs: range | None = None
+    ) -> tuple[int, ...]:
+        """The batches that hold an item of a source, ascending, counted as by `records`.
 
         Args:
-          record: record id.
-          epochs: the epochs to look at; by default all of them.
+          item: its number in the source.
+          source: the number of the source.
+          epochs: the epochs of the source to look at; by default all of them.
 
         Raises:
-          Misuse: no such record; or the plan has no end and `epochs` is not given.
+          Misuse: no such item; or the plan has no end and `epochs` is not given.
         """
-        _integer("record", record, 0, self.record_count - 1)
+        integer("source", source, 0, self.order.source_count - 1)
+        stream = self.order.streams[source]
+        integer("an item", item, 0, stream.items - 1)
         if epochs is None:
-            if self.epochs is None:
+            if self.order.epochs is None:
                 raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
-            epochs = range(self.epochs)
-        stop = self.end // self.record_count
-        whole = self._batches_after(0)
+            epochs = range(self.order.epochs)
+        last = stream.epoch_of(LIMIT) if self.order.epochs is None else self.order.epochs
         found = set()
-        for epoch in epochs:
-            if not 0 <= epoch < stop:
+        within = range(max(0, epochs.start), min(last, epochs.stop), epochs.step)
+        for ordinal in stream.ordinals(item, within):
+            example = self.order.example(source, ordinal)
+            if example is None or example >= self.end or self.skips[source].holds(ordinal):
                 continue
-            example = epoch * self.record_count + self._position_in_epoch(epoch, record)
-            batch = self.skips.rank(example) // self.batch_size
-            if not self.skips.holds(example) and batch < whole:
+            batch = self._batch_of(example)
+            if batch is not None:
                 found.add(batch)
         return tuple(sorted(found))
 
-    # -- arithmetic ----------------------------------------------------------------------------
+    # -- ranks ---------------------------------------------------------------------------------
 
-    def _batches_after(self, next_example: int) -> int:
-        left = self.skips.rank(self.end) - self.skips.rank(self._position(next_example))
-        if self.remainder == "keep":
-            return -(-left // self.batch_size)
-        return left // self.batch_size
+    def _rank(self, example: int) -> int:
+        """How many examples before this one are not skipped."""
+        ordinals = self.order.ordinals(example)
+        return sum(skips.rank(ordinal) for skips, ordinal in zip(self.skips, ordinals, strict=True))
 
-    def _ranks(self, next_example: int, first: int, stop: int) -> tuple[int, int]:
-        """The ranks of batches first..stop-1 after a position, cut at the end of the plan."""
-        whole = self._batches_after(next_example)
-        base = self.skips.rank(next_example)
-        first, stop = min(first, whole), min(stop, whole)
-        last = self.skips.rank(self.end)
-        return (
-            min(base + first * self.batch_size, last),
-            min(base + stop * self.batch_size, last),
-        )
+    def _at(self, rank: int) -> int:
+        """The example of a rank."""
+        if self._is_single:
+            return int(self.skips[0].at(np.array([rank], np.int64))[0])
+        # The first example of which more than `rank` up to and with it are served.
+        low, high = rank, rank + sum(b - a for skips in self.skips for a, b in skips.ranges)
+        while low < high:
+            middle = (low + high) // 2
+            if self._rank(middle + 1) > rank:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _between(self, first_rank: int, stop_rank: int) -> NDArray[np.int64]:
+        """The examples of these ranks, ascending."""
+        if self._is_single:
+            return self.skips[0].at(np.arange(first_rank, stop_rank, dtype=np.int64))
+        ranges = self._cut(first_rank, stop_rank)
+        rows = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
+        return np.concatenate([np.zeros(0, np.int64), *rows])
 
     def _cut(self, first_rank: int, stop_rank: int) -> list[tuple[int, int]]:
         """The examples of these ranks as ranges: the skips are the gaps."""
         if first_rank == stop_rank:
             return []
-        start, stop = self._example(first_rank), self._example(stop_rank - 1) + 1
-        ranges = []
-        for gap_start, gap_stop in self.skips.between(start, stop):
-            ranges.append((start, gap_start))
-            start = gap_stop
-        return [*ranges, (start, stop)]
+        start, stop = self._at(first_rank), self._at(stop_rank - 1) + 1
+        if self._is_single:
+            gaps = self.skips[0].between(start, stop)
+            edges = [start, *itertools.chain.from_iterable(gaps), stop]
+            return list(zip(edges[::2], edges[1::2], strict=True))
+        count = stop_rank - first_rank
+        if stop - start == count:
+            return [(start, stop)]
+        if stop - start > _SPARSE * count + 1024:  # too far apart to look at each one
+            half = (first_rank + stop_rank) // 2
+            if half > first_rank:
+                return [*self._cut(first_rank, half), *self._cut(half, stop_rank)]
+        return self._looked_at(start, stop)
 
-    def _example(self, rank: int) -> int:
-        return int(self.skips.at(np.array([rank], np.int64))[0])
+    def _looked_at(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """What is served of [start, stop), as ranges."""
+        examples = np.arange(start, stop, dtype=np.int64)
+        sources, ordinals = self.order.draw(examples)
+        left_out = np.empty(examples.shape, bool)
+        for source, skips in enumerate(self.skips):
+            there = sources == source
+            left_out[there] = skips.mask(ordinals[there])
+        served = np.concatenate([[False], ~left_out, [False]])
+        edges = start + np.flatnonzero(served[1:] != served[:-1])
+        return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
-    def _permutation(self, epoch: int) -> Permutation:
-        return Permutation(self.record_count, seed=self.seed, epoch=epoch)
+    # -- batches as ranks ------------------------------------------------------------------------
 
-    def _position_in_epoch(self, epoch: int, record: int) -> int:
-        if self.shuffle == "none":
-            return record
-        return int(self._permutation(epoch).inverse([record])[0])
+    @property
+    def _is_single(self) -> bool:
+        return self.order.source_count == 1
 
-    def _position(self, example: int) -> int:
-        _integer("an example", example, 0, self.end)
-        return example
+    @cached_property
+    def _borders(self) -> Borders | None:
+        """None where batches run over the borders of epochs."""
+        if self.remainder == "carry":
+            return None
+        short = self.remainder == "keep"
+        (stream,), (skips,) = self.order.streams, self.skips
+        return Borders(stream, skips, self.batch_size, short, self.order.epochs)
+
+    def _batches_after(self, next_example: int) -> int:
+        integer("an example", next_example, 0, self.end)
+        if self._borders is None:
+            return (self._rank(self.end) - self._rank(next_example)) // self.batch_size
+        if next_example == self.end:
+            return 0
+        epoch, rest = self._rest(self._borders, next_example)
+        return rest + self._borders.before(self._borders.last_epoch) - self._borders.before(epoch)
+
+    def _bounds(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
+        """The ranks of batches first..stop-1 after a position, cut at the end of the plan."""
+        left = self._batches_after(next_example)
+        first, stop = min(first, left), min(stop, left)
+        base, size = self._rank(next_example), self.batch_size
+        if self._borders is None:
+            return [(base + i * size, base + (i + 1) * size) for i in range(first, stop)]
+        return [self._bound(self._borders, next_example, base, i) for i in range(first, stop)]
+
+    def _stretches(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
+        """The same as few ranges: a batch that follows another one stands in one with it."""
+        if self._borders is not None:
+            return _united(self._bounds(next_example, first, stop))
+        left = self._batches_after(next_example)
+        base, size = self._rank(next_example), self.batch_size
+        return [(base + min(first, left) * size, base + min(stop, left) * size)]
+
+    def _bound(self, borders: Borders, next_example: int, base: int, batch: int) -> tuple[int, int]:
+        epoch, rest = self._rest(borders, next_example)
+        if batch < rest:
+            start = base + batch * self.batch_size
+        else:
+            batch += borders.before(epoch) - rest
+            epoch = borders.epoch_of(batch) + 1
+            start = borders.rank(epoch - 1)
+            start += (batch - borders.before(epoch - 1)) * self.batch_size
+        return start, min(start + self.batch_size, borders.rank(epoch))
+
+    def _rest(self, borders: Borders, next_example: int) -> tuple[int, int]:
+        """The epoch behind that of a position, and the batches that are left before it."""
+        epoch = borders.stream.epoch_of(next_example) + 1
+        return epoch, borders.batches(borders.rank(epoch) - self._rank(next_example))
+
+    def _batch_of(self, example: int) -> int | None:
+        """The batch that holds an example which is not skipped; None: it is left over."""
+        rank, borders = self._rank(example), self._borders
+        if borders is None:
+            batch = rank // self.batch_size
+            return batch if batch < self._batches_after(0) else None
+        epoch = borders.stream.epoch_of(example)
+        inside = (rank - borders.rank(epoch)) // self.batch_size
+        batch = borders.before(epoch) + inside
+        return batch if batch < borders.before(epoch + 1) else None
 
 
-def _range(given: tuple[int, int]) -> tuple[int, int]:
+def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours become one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _parted(addresses: tuple[int, int]) -> tuple[int, int, int]:
+    """Source and ordinals of a range of addresses."""
     try:
-        start, stop = given
+        start, stop = addresses
     except (TypeError, ValueError) as error:
-        raise Misuse(f"a range is a pair (start, stop) of examples, found {given!r}") from error
-    start = _integer("start of a range", start, 0, LIMIT)
-    return start, _integer("stop of a range", stop, start, LIMIT)
+        raise Misuse(f"a range is a pair (start, stop), found {addresses!r}") from error
+    start = integer("start of a range", start, 0, LIMIT << 10)
+    stop = integer("stop of a range", stop, start, LIMIT << 10)
+    source = start // LIMIT
+    if stop - source * LIMIT > LIMIT:
+        raise Misuse(f"a range of addresses is of one source, found {start} to {stop}")
+    return source, start - source * LIMIT, stop - source * LIMIT
 
 
 def _batch_range(batches: int | range) -> tuple[int, int]:
     if isinstance(batches, range):
         if batches.step != 1:
             raise Misuse(f"a range of batches must have step 1, found {batches}")
-        first = _integer("first batch", batches.start, 0, LIMIT)
-        return first, _integer("stop", max(batches.stop, first), first, LIMIT)
-    first = _integer("batch", batches, 0, LIMIT)
+        first = integer("first batch", batches.start, 0, LIMIT)
+        return first, integer("stop", max(batches.stop, first), first, LIMIT)
+    first = integer("batch", batches, 0, LIMIT)
     return first, first + 1
-
-
-def _integer(name: str, value: object, first: int, last: int) -> int:
-    """`value` as a Python int; NumPy integers pass, bools and floats do not."""
-    if isinstance(value, np.integer):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
-        raise Misuse(f"{name} must be an integer in [{first}, {last}], found {value!r}")
-    return value

@@ -2,17 +2,19 @@
 
 ::
 
-    {"format": 1,
+    {"format": 2,
      "next_example": 51200,                        first example not yet delivered
-     "skips": [[25600, 26624]],                    examples never to be served again
-     "segments": [{"first": 0, "records": 10000}], what the examples from `first` on number
+     "skips": [25600, 1024],                       never to be served: gap, length, gap, ...
+     "segments": [{"first": 0, "items": [10000, 500], "counts": [3, 1]}],
      "plan": {"version": 1, "permutation": 1, "seed": 17, "shuffle": "global"},
-     "source": {"fingerprint": "...", "records": 10000, ...},
+     "sources": {"web": {"fingerprint": "...", "records": 10000, ...}, "code": {...}},
      "transforms": ["map 1", "random_map 2"]}
 
 It counts examples of the whole run, so that it is the same for any number of processes, threads
-and workers and for any batch size. `plan`, `source` and `transforms` are the *identity*: a state
-is refused where they differ. How long the run goes on (`epochs`, `remainder`) is no part of it.
+and workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
+*identity*: a state is refused where they differ. How long the run goes on (`epochs`, `remainder`)
+is no part of it. Skips are addresses (see `datapipe.plan`). The sources stand in the order of
+their numbers: a new one comes behind those that are there.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -26,12 +28,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from datapipe import permute, plan
+from datapipe.examples import Examples, Segment
+from datapipe.mixing import BLOCK
 from datapipe.permute import LIMIT
 from formats.errors import Damaged, Misuse, Unsupported
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
-_FIELDS: Final = ("format", "next_example", "skips", "segments", "plan", "source", "transforms")
+_FIELDS: Final = ("format", "next_example", "skips", "segments", "plan", "sources", "transforms")
+_ADDRESSES: Final = LIMIT << 10  # as many sources as a mixture may have, and some
 _DETAIL_BYTES: Final = 64  # a longer field of a fingerprint is in its digest only
 _DETAILS_BYTES: Final = 384
 
@@ -43,12 +48,16 @@ class State:
     """A position, the examples that are skipped, and the identity they belong to."""
 
     next_example: int
-    skips: plan.Skips
-    identity: JSON  # "segments", "plan", "source", "transforms" as in the JSON form
+    skips: tuple[tuple[int, int], ...]  # addresses: sorted, disjoint, non-adjacent
+    identity: JSON  # "segments", "plan", "sources", "transforms" as in the JSON form
 
     def to_json(self) -> JSON:
         """The JSON value; a fresh one, made of plain dicts, lists, ints and strings."""
-        skips = [[start, stop] for start, stop in self.skips.ranges]
+        skips: list[int] = []
+        last = 0
+        for start, stop in self.skips:
+            skips += [start - last, stop - start]
+            last = stop
         head = {"format": FORMAT, "next_example": self.next_example, "skips": skips}
         return {**head, **json.loads(json.dumps(self.identity))}
 
@@ -72,35 +81,44 @@ class State:
                 "restore it with the release that saved it, or a later one"
             )
         _exact_fields(value, _FIELDS, "data state")
-        identity = {
+        identity: JSON = {
             "segments": _segments(value["segments"]),
             "plan": _flat(value["plan"], "plan"),
-            "source": _flat(value["source"], "source"),
+            "sources": _sources(value["sources"]),
             "transforms": _texts(value["transforms"], "transforms"),
         }
+        if len(identity["sources"]) != len(identity["segments"][-1]["items"]):
+            raise Damaged(
+                f"data state: wanted items of {len(identity['sources'])} sources in the last "
+                f"segment, found {identity['segments'][-1]['items']}"
+            )
         next_example = _integer(value["next_example"], "next_example", 0, LIMIT)
         return State(next_example, _skips(value["skips"]), identity)
 
 
 def identity(
-    order: plan.Plan, fingerprint: Mapping[str, object], transforms: Sequence[str]
+    order: Examples, fingerprints: Mapping[str, Mapping[str, object]], transforms: Sequence[str]
 ) -> JSON:
     """What a position is a position in.
 
     Args:
-      order: the plan; batch size, skips, epochs and remainder are no part of the identity.
-      fingerprint: of the source; kept as a digest, with its short fields for messages.
+      order: of the examples; for how many epochs is no part of the identity.
+      fingerprints: of the sources, by name, in the order of their numbers; kept as a digest, with
+        their short fields for messages.
       transforms: kind and version of each, in order.
     """
     return {
-        "segments": [{"first": 0, "records": order.record_count}],
+        "segments": [
+            {"first": each.first, "items": list(each.items), "counts": list(each.counts)}
+            for each in order.segments
+        ],
         "plan": {
             "version": plan.VERSION,
             "permutation": permute.VERSION,
             "seed": order.seed,
             "shuffle": order.shuffle,
         },
-        "source": _condensed(fingerprint, order.record_count),
+        "sources": {name: _condensed(found) for name, found in fingerprints.items()},
         "transforms": list(transforms),
     }
 
@@ -111,10 +129,16 @@ def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     Empty where they are the same.
     """
     lines: list[str] = []
-    for part in ("plan", "source"):
-        for name in sorted({*saved[part], *mine[part]}):
-            _compare(lines, f"{part}.{name}", saved[part].get(name), mine[part].get(name))
-    _compare(lines, "segments", saved["segments"], mine["segments"])
+    for name in sorted({*saved["plan"], *mine["plan"]}):
+        _compare(lines, f"plan.{name}", saved["plan"].get(name), mine["plan"].get(name))
+    _compare(lines, "sources", [*saved["sources"]], [*mine["sources"]])
+    for source in sorted({*saved["sources"]} & {*mine["sources"]}):
+        old, new = saved["sources"][source], mine["sources"][source]
+        for name in sorted({*old, *new}):
+            _compare(lines, f"sources.{source}.{name}", old.get(name), new.get(name))
+    old, new = saved["segments"][-1], mine["segments"][-1]
+    for name in ("items", "counts"):
+        _compare(lines, f"segment.{name}", old[name], new[name])
     theirs, ours = saved["transforms"], mine["transforms"]
     for index in range(max(len(theirs), len(ours))):
         there = theirs[index] if index < len(theirs) else None
@@ -137,7 +161,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _condensed(fingerprint: Mapping[str, object], records: int) -> JSON:
+def _condensed(fingerprint: Mapping[str, object]) -> JSON:
     """A fingerprint of any length as a digest and as many of its short fields as have room."""
     try:
         text = json.dumps(fingerprint, sort_keys=True, allow_nan=False)
@@ -152,7 +176,7 @@ def _condensed(fingerprint: Mapping[str, object], records: int) -> JSON:
         if plain and length <= min(_DETAIL_BYTES, room):
             found[name] = value
             room -= length
-    return {**found, "records": records}
+    return found
 
 
 # -- parsing ---------------------------------------------------------------------------------------
@@ -179,32 +203,57 @@ def _list(value: object, where: str) -> list[Any]:
     return list(value)
 
 
-def _skips(value: object) -> plan.Skips:
+def _skips(value: object) -> tuple[tuple[int, int], ...]:
+    numbers = _list(value, "skips")
+    if len(numbers) % 2:
+        raise Damaged(f"data state, skips: wanted pairs of gap and length, found {_short(value)}")
     ranges: list[tuple[int, int]] = []
-    last = -1
-    for index, item in enumerate(_list(value, "skips")):
-        where = f"skips[{index}]"
-        pair = _list(item, where)
-        if len(pair) != 2:
-            raise Damaged(f"data state, {where}: wanted [start, stop], found {_short(item)}")
-        start = _integer(pair[0], f"{where} start", last + 1, LIMIT)
-        last = _integer(pair[1], f"{where} stop", start + 1, LIMIT)
+    last = 0
+    for index in range(0, len(numbers), 2):
+        least = 1 if last % LIMIT else 0  # neighbours of one source would be one range
+        gap = _integer(numbers[index], f"skips[{index}], a gap", least, _ADDRESSES - last)
+        start = last + gap
+        length = _integer(numbers[index + 1], f"skips[{index + 1}], a length", 1, LIMIT)
+        last = start + length
+        if start // LIMIT != (last - 1) // LIMIT:
+            raise Damaged(f"data state, skips[{index}]: {start} to {last} is of two sources")
         ranges.append((start, last))
-    return plan.Skips(tuple(ranges))
+    return tuple(ranges)
 
 
 def _segments(value: object) -> list[JSON]:
-    segments = _list(value, "segments")
-    if len(segments) != 1:
-        raise Unsupported(
-            f"data state with {len(segments)} segments: this release reads states with one"
-        )
-    segment = segments[0]
-    if not isinstance(segment, Mapping):
-        raise Damaged(f"data state, segments[0]: wanted an object, found {_short(segment)}")
-    _exact_fields(segment, ("first", "records"), "data state, segments[0]")
-    first = _integer(segment["first"], "segments[0].first", 0, 0)
-    return [{"first": first, "records": _integer(segment["records"], "records", 1, LIMIT)}]
+    found = []
+    for number, segment in enumerate(_list(value, "segments")):
+        where = f"segments[{number}]"
+        if not isinstance(segment, Mapping):
+            raise Damaged(f"data state, {where}: wanted an object, found {_short(segment)}")
+        _exact_fields(segment, ("first", "items", "counts"), f"data state, {where}")
+        items = _list(segment["items"], f"{where}.items")
+        counts = _list(segment["counts"], f"{where}.counts")
+        parsed = {
+            "first": _integer(segment["first"], f"{where}.first", 0, LIMIT),
+            "items": [_integer(each, f"{where}.items", 1, LIMIT) for each in items],
+            "counts": [_integer(each, f"{where}.counts", 0, BLOCK) for each in counts],
+        }
+        found.append(parsed)
+    try:
+        Examples(segments_of(found), seed=0)
+    except Misuse as error:
+        raise Damaged(f"data state, segments: {error}") from error
+    return found
+
+
+def segments_of(segments: Sequence[JSON]) -> tuple[Segment, ...]:
+    """Those of an identity, for a plan."""
+    return tuple(
+        Segment(each["first"], tuple(each["items"]), tuple(each["counts"])) for each in segments
+    )
+
+
+def _sources(value: object) -> JSON:
+    if not isinstance(value, Mapping) or not value:
+        raise Damaged(f"data state, sources: wanted an object, found {_short(value)}")
+    return {name: _flat(source, f"sources[{_short(name)}]") for name, source in value.items()}
 
 
 def _flat(value: object, where: str) -> JSON:

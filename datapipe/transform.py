@@ -58,11 +58,14 @@ def extended(transforms: Sequence[Transform], added: Transform) -> tuple[Transfo
     return (*transforms, added)
 
 
-def generator(seed: int, epoch: int, record: int, position: int) -> np.random.Generator:
-    """The random numbers of one record in one epoch for the transform at `position`.
+def generator(
+    seed: int, epoch: int, record: int, position: int, source: int = 0
+) -> np.random.Generator:
+    """The random numbers of one record of a source in one epoch for the transform at `position`.
 
     They depend on nothing else: not on batch size, threads, processes, or what ran before. The
     bit stream is Philox, keyed by the record itself beside a mix of the others.
     """
-    key = np.array([mix(seed, epoch, position), record], np.uint64)
+    words = (seed, epoch, position, source) if source else (seed, epoch, position)
+    key = np.array([mix(*words), record], np.uint64)
     return np.random.Generator(np.random.Philox(key=key))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from datapipe.plan import Plan
 from datapipe.stack import objects, stack
 from datapipe.transform import Transform, generator
-from formats.errors import BadRecord, Damaged, DataError, Misuse
+from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse
 
 if TYPE_CHECKING:
     from formats.source import Batch, Source
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Recipe:
     """What to read and what to do to it."""
 
-    source: Source
+    sources: tuple[Source, ...]
     transforms: tuple[Transform, ...]
     seed: int
 
@@ -37,25 +37,30 @@ class _Rows(NamedTuple):
     """Where the rows of one batch come from; int64[k] each."""
 
     examples: NDArray[np.int64]
+    sources: NDArray[np.int64]
     epochs: NDArray[np.int64]
     records: NDArray[np.int64]
 
 
 class _Read(NamedTuple):
-    """Records as read: `raw[i]` is record `wanted[i]`; `wanted` is sorted."""
+    """Records of one source as read: `raw[i]` is record `wanted[i]`; `wanted` is sorted."""
 
     wanted: NDArray[np.int64]
     raw: Batch
 
 
+_Reads = dict[int, _Read]
+"""By the number of the source."""
+
+
 class Window:
-    """`count` batches of a plan from a position on. Safe to call from several threads.
+    """A few batches of a plan from a position on. Safe to call from several threads.
 
     Args:
-      recipe: source and transforms.
+      recipe: sources and transforms.
       plan: the order.
       next_example: the position of the first batch.
-      count: number of batches; the plan must have that many left.
+      count: number of batches; fewer at the end of the plan.
       rows: which rows of each batch to make, int64, ascending; None: all of them.
     """
 
@@ -67,14 +72,22 @@ class Window:
         count: int,
         rows: NDArray[np.int64] | None,
     ) -> None:
-        self.count = count
         self._recipe = recipe
         self._plan = plan
-        self._next_example = next_example
         self._rows = rows
+        self._examples = plan.examples(next_example, count)
         self._lock = threading.Lock()
         self._batches: list[_Rows] | None = None
-        self._read: _Read | None = None
+        self._reads: _Reads | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of batches."""
+        return len(self._examples)
+
+    def position_after(self, index: int) -> int:
+        """The position when batch `index` is delivered."""
+        return int(self._examples[index][-1]) + 1
 
     def batch(self, index: int) -> Any:
         """Batch `index` of the window, made anew at each call.
@@ -85,25 +98,25 @@ class Window:
         with self._lock:
             if self._batches is None:
                 self._batches = self._locate()
-                self._read = self._read_together(self._batches)
+                self._reads = self._read_together(self._batches)
         rows = self._batches[index]
-        return _make(self._recipe, rows, self._read or _read_alone(self._recipe.source, rows))
+        return _make(self._recipe, rows, self._reads or _read_alone(self._recipe, rows))
 
     def _locate(self) -> list[_Rows]:
-        examples = self._plan.examples(self._next_example, self.count)
-        size = self._plan.batch_size
-        batches = [examples[start : start + size] for start in range(0, examples.size, size)]
+        batches = self._examples
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
         bounds = np.cumsum([batch.size for batch in batches])[:-1]
         located = self._plan.locate(np.concatenate(batches))
-        epochs, records = np.split(located.epochs, bounds), np.split(located.records, bounds)
-        return [_Rows(*parts) for parts in zip(batches, epochs, records, strict=True)]
+        parts = (np.split(each, bounds) for each in located)
+        return [_Rows(*each) for each in zip(batches, *parts, strict=True)]
 
-    def _read_together(self, batches: Sequence[_Rows]) -> _Read | None:
+    def _read_together(self, batches: Sequence[_Rows]) -> _Reads | None:
         """None where that failed: each batch then reads alone, and the one at fault says so."""
+        sources = np.concatenate([rows.sources for rows in batches])
+        records = np.concatenate([rows.records for rows in batches])
         try:
-            return _read(self._recipe.source, np.concatenate([rows.records for rows in batches]))
+            return _read(self._recipe, sources, records)
         except Exception:
             return None
 
@@ -111,7 +124,16 @@ class Window:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def _read(source: Source, records: NDArray[np.int64]) -> _Read:
+def _read(recipe: Recipe, sources: NDArray[np.int64], records: NDArray[np.int64]) -> _Reads:
+    if len(recipe.sources) == 1:
+        return {0: _read_source(recipe.sources[0], records)}
+    return {
+        number: _read_source(recipe.sources[number], records[sources == number])
+        for number in np.unique(sources).tolist()
+    }
+
+
+def _read_source(source: Source, records: NDArray[np.int64]) -> _Read:
     wanted = np.unique(records)
     raw = source.read(wanted)
     lengths = {len(raw)} if isinstance(raw, list) else {len(column) for column in raw.values()}
@@ -123,14 +145,18 @@ def _read(source: Source, records: NDArray[np.int64]) -> _Read:
     return _Read(wanted, raw)
 
 
-def _read_alone(source: Source, rows: _Rows) -> _Read:
-    try:
-        return _read(source, rows.records)
-    except Exception as error:
-        blamed = _blame(source, rows, error)
-        if blamed is None:
-            raise
-        raise blamed from blamed.__cause__
+def _read_alone(recipe: Recipe, rows: _Rows) -> _Reads:
+    found: _Reads = {}
+    for number in np.unique(rows.sources).tolist():
+        some = _Rows(*(each[rows.sources == number] for each in rows))
+        try:
+            found[number] = _read_source(recipe.sources[number], some.records)
+        except Exception as error:
+            blamed = _blame(recipe.sources[number], some, error)
+            if blamed is None:
+                raise
+            raise blamed from blamed.__cause__
+    return found
 
 
 def _blame(source: Source, rows: _Rows, error: Exception) -> BadRecord | None:
@@ -156,11 +182,15 @@ def _bad_record(
     source: Source, rows: _Rows, record: int, what: str, reason: Exception
 ) -> BadRecord:
     row = int(np.flatnonzero(rows.records == record)[0])
-    example = int(rows.examples[row])
+    return _bad_row(source, rows, row, what, reason)
+
+
+def _bad_row(source: Source, rows: _Rows, row: int, what: str, reason: Exception) -> BadRecord:
+    example, record = int(rows.examples[row]), int(rows.records[row])
     bad = BadRecord(
         f"record {record} ({source.where(record)}) {what}: {type(reason).__name__}: {reason}. "
         f"It is example {example}, in epoch {int(rows.epochs[row])}: mend it, or leave it out "
-        f"with iterator.skip([({example}, {example + 1})])",
+        f"with iterator.skip(iterator.plan.addresses([({example}, {example + 1})]))",
         index=record,
         file=getattr(reason, "file", ""),
         position=getattr(reason, "position", -1),
@@ -172,16 +202,21 @@ def _bad_record(
 # -- making ----------------------------------------------------------------------------------------
 
 
-def _make(recipe: Recipe, rows: _Rows, read: _Read) -> Any:
+def _make(recipe: Recipe, rows: _Rows, reads: _Reads) -> Any:
     """One batch from the records that were read."""
-    at = np.searchsorted(read.wanted, rows.records)
+    at = np.empty(rows.records.size, np.int64)
+    for number, read in reads.items():
+        there = rows.sources == number
+        at[there] = np.searchsorted(read.wanted, rows.records[there])
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
     if each:
-        examples = [_example(recipe, each, rows, row, read, at) for row in range(at.size)]
+        examples = [_example(recipe, each, rows, row, reads, at) for row in range(at.size)]
         names = [f"record {record}" for record in rows.records.tolist()]
         batch = stack(examples, names)
+    elif len(recipe.sources) == 1:
+        batch = _take(reads[0].raw, at)
     else:
-        batch = _take(read.raw, at)
+        batch = _take_mixed(reads, rows.sources, at)
     for transform in recipe.transforms[len(each) :]:
         try:
             batch = transform.fn(batch)
@@ -197,28 +232,56 @@ def _example(
     transforms: Sequence[Transform],
     rows: _Rows,
     row: int,
-    read: _Read,
+    reads: _Reads,
     at: NDArray[np.int64],
 ) -> Any:
     """One record through the functions of examples."""
-    place = int(at[row])
+    place, number = int(at[row]), int(rows.sources[row])
+    raw = reads[number].raw
     value: Any
-    if isinstance(read.raw, list):
-        value = read.raw[place]
+    if isinstance(raw, list):
+        value = raw[place]
     else:
-        value = {name: column[place] for name, column in read.raw.items()}
+        value = {name: column[place] for name, column in raw.items()}
     epoch, record = int(rows.epochs[row]), int(rows.records[row])
     for position, transform in enumerate(transforms):
         try:
             if transform.kind == "map":
                 value = transform.fn(value)
             else:
-                rng = generator(recipe.seed, epoch, record, position)
+                rng = generator(recipe.seed, epoch, record, position, number)
                 value = transform.fn(value, rng)
         except Exception as error:
             what = f"fails in .{transform.label}"
-            raise _bad_record(recipe.source, rows, record, what, error) from error
+            raise _bad_row(recipe.sources[number], rows, row, what, error) from error
     return value
+
+
+def _take_mixed(reads: _Reads, sources: NDArray[np.int64], at: NDArray[np.int64]) -> Any:
+    """The rows of a batch of several sources, which must have the same columns."""
+    numbers = sorted(set(sources.tolist()))
+    parts = {number: _take(reads[number].raw, at[sources == number]) for number in numbers}
+    forms = {number: _form(part) for number, part in parts.items()}
+    for number, form in forms.items():
+        if form != forms[numbers[0]]:
+            raise Mismatch(
+                "the sources do not fit in one batch; make their examples the same in .map, or "
+                "read the same columns",
+                [f"source {numbers[0]}: {forms[numbers[0]]}", f"source {number}: {form}"],
+            )
+    order = np.argsort(np.concatenate([np.flatnonzero(sources == n) for n in numbers]))
+    first = parts[numbers[0]]
+    if not isinstance(first, dict):
+        return np.concatenate([parts[number] for number in numbers])[order]
+    return {
+        name: np.concatenate([parts[number][name] for number in numbers])[order] for name in first
+    }
+
+
+def _form(part: Any) -> str:
+    if isinstance(part, dict):
+        return ", ".join(f"{k}: {v.dtype}{list(v.shape[1:])}" for k, v in part.items())
+    return "records of bytes"
 
 
 def _take(raw: Batch, at: NDArray[np.int64]) -> Any:

@@ -281,6 +281,6 @@ def test_across_a_fork_the_command_and_the_manager_skip_the_same(tmp_path):
             manager.save(step, {"step": step}, data=data).wait()
         planned = rewinding.plan(str(root), 1, reason="twice", skip_steps=range(2, 6))
         manager.rewind(1, skip_steps=range(2, 6), data=data)
-        assert data.get_state()["skips"] == [[4, 24]]
+        assert data.plan.skipped == [(4, 24)]
     assert planned.skips == {"data": [(4, 24)]}
     assert planned.new_skips == {"data": [(4, 12), (16, 24)]}

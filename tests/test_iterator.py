@@ -29,7 +29,7 @@ from datapipe.feed import needed
 HERE = Path(__file__).parent
 
 
-def numbers(count=23, *, batch_size=4, seed=7, epochs=3, remainder="drop", shuffle=True):
+def numbers(count=23, *, batch_size=4, seed=7, epochs=3, remainder="carry", shuffle=True):
     """Batches of record ids, and of random numbers that go with them."""
     pipe = Pipeline(
         Records(count),
@@ -50,7 +50,7 @@ def taken(iterator, count):
 # -- Grain -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remainder", ["drop", "keep"])
+@pytest.mark.parametrize("remainder", ["carry", "drop", "keep"])
 @pytest.mark.parametrize(("count", "batch_size"), [(12, 4), (13, 4), (3, 3), (1, 1)])
 def test_grain_restores_it_at_every_state(count, batch_size, remainder):
     pipe = numbers(count, batch_size=batch_size, remainder=remainder, epochs=2)
@@ -78,7 +78,7 @@ def test_grain_transformations_go_behind_it():
 # -- positions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remainder", ["drop", "keep"])
+@pytest.mark.parametrize("remainder", ["carry", "drop", "keep"])
 @pytest.mark.parametrize(("count", "batch_size"), [(12, 4), (13, 4), (7, 5)])
 def test_state_at_every_batch_of_three_epochs(count, batch_size, remainder):
     pipe = numbers(count, batch_size=batch_size, remainder=remainder)
@@ -129,7 +129,7 @@ for line in sys.stdin:
 
 def test_a_new_process_goes_on_exactly():
     cases = []
-    for remainder in ("drop", "keep"):
+    for remainder in ("carry", "drop", "keep"):
         for shuffle in (True, False):
             arguments = {"remainder": remainder, "shuffle": shuffle, "count": 10, "epochs": 2}
             iterator = numbers(**arguments).iterator()
@@ -338,7 +338,7 @@ def test_skip_discards_what_was_made_ahead(delivered, start, length, prefetch):
         served = flat(taken(iterator, delivered))
         iterator.skip([(start, start + length)])
         rest = flat(iterator)
-    at = 4 * delivered
+    at = len(served)
     kept = [e for e in range(at, len(every)) if not start <= e < start + length]
     assert served == every[:at]
     assert rest == [every[e] for e in kept]
@@ -349,17 +349,17 @@ def test_skips_are_in_the_state_and_unite():
     iterator = pipe.iterator()
     iterator.skip([(20, 24), (8, 10)])
     iterator.skip([(10, 12)])
-    assert iterator.get_state()["skips"] == [[8, 12], [20, 24]]
+    assert iterator.get_state()["skips"] == [8, 4, 8, 4]
     next(iterator)
     restored = pipe.iterator()
     restored.skip([(0, 4)])  # a state says all: its skips replace those here
     restored.set_state(iterator.get_state())
-    assert restored.get_state()["skips"] == [[8, 12], [20, 24]]
+    assert restored.get_state()["skips"] == [8, 4, 8, 4]
     np.testing.assert_equal(list(restored), list(iterator))
     # An older state and a newer ledger: the manager adds what it knows.
     restored.set_state(pipe.iterator().get_state())
     restored.skip([(8, 12)])
-    assert not set(range(8, 12)) & set(restored.plan.examples(0, 3).tolist())
+    assert not set(range(8, 12)) & set(np.concatenate(restored.plan.examples(0, 3)).tolist())
 
 
 @pytest.mark.parametrize("other", [1, 3, 5, 8])
@@ -490,7 +490,7 @@ def test_what_no_device_can_hold():
         next(Pipeline(Records(16), batch_size=8, seed=1).iterator(sharding=sharding))
     with pytest.raises(Misuse, match="a batch of 9 cannot be sharded"):
         Pipeline(Records(16), batch_size=9, seed=1).iterator(sharding=sharding)
-    with pytest.raises(Misuse, match="remainder='drop'"):
+    with pytest.raises(Misuse, match="'carry' or 'drop'"):
         numbers(16, batch_size=8, remainder="keep").iterator(sharding=sharding)
     with pytest.raises(Misuse, match="must return the rows it is given"):
         next(columns().map_batch(lambda b: b["id"][:3], version="1").iterator(sharding=sharding))

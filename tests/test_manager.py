@@ -424,7 +424,7 @@ def test_rewind_by_batches_and_by_steps_agree(root: Path) -> None:
             m.resume(data=data)
             trained(m, data, range(1, 7))
             m.rewind(2, reason="", data=data, **how)
-            assert data.get_state()["skips"] == [[12, 20]]
+            assert data.plan.skipped == [(12, 20)]
 
 
 def test_skips_are_kept_before_and_after_the_next_save(root: Path) -> None:
@@ -435,16 +435,16 @@ def test_skips_are_kept_before_and_after_the_next_save(root: Path) -> None:
     for steps in ([5], [6], []):
         with manager(root) as m, pipeline().iterator() as data:
             restored = m.resume(data=data)
-            assert data.get_state()["skips"] == [[20, 24]]
+            assert data.plan.skipped == [(20, 24)]
             assert m._tenure.attempt.decision.branch == 2
             trained(m, data, steps)
     with manager(root) as m, pipeline().iterator() as data:
         m.rewind(2, skip_batches=range(8, 9), data=data, reason="again")
-        assert data.get_state()["skips"][0] == [20, 24]
-        assert len(data.get_state()["skips"]) == 2
+        assert data.plan.skipped[0] == (20, 24)
+        assert len(data.plan.skipped) == 2
         restored = m.resume(data=data)
         assert restored.step == 2
-        assert len(data.get_state()["skips"]) == 2
+        assert len(data.plan.skipped) == 2
 
 
 def test_abandoned_steps_stay_and_do_not_count(root: Path) -> None:

@@ -16,7 +16,7 @@ from memory_source import Columns, Records, number
 
 import datapipe
 from datapipe import BadRecord, Damaged, Mismatch, Misuse, NotFound, Pipeline, Unsupported
-from datapipe.plan import Plan, Skips
+from datapipe.examples import Examples
 from datapipe.state import State, identity, mismatch
 
 
@@ -30,7 +30,7 @@ def ids_of(pipe, **options):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("remainder", ["drop", "keep"])
+@pytest.mark.parametrize("remainder", ["carry", "drop", "keep"])
 @pytest.mark.parametrize(("count", "batch_size"), [(1, 1), (7, 7), (10, 3), (12, 4), (13, 12)])
 def test_serves_what_the_plan_says(count, batch_size, remainder, shuffle):
     pipe = Pipeline(
@@ -206,8 +206,11 @@ def base(**changes):
     [
         (lambda: base(seed=2), "plan.seed: saved 1, here 2"),
         (lambda: base(shuffle=False), "plan.shuffle: saved 'global', here 'none'"),
-        (lambda: base(source=Records(21)), "source.records: saved 20, here 21"),
-        (lambda: base(source=Records(20, name="b")), "source.name: saved 'memory', here 'b'"),
+        (lambda: base(source=Records(21)), "segment.items: saved [20], here [21]"),
+        (
+            lambda: base(source=Records(20, name="b")),
+            "sources.source.name: saved 'memory', here 'b'",
+        ),
         (
             lambda: Pipeline(Records(20), batch_size=4, seed=1).map(number, version="2"),
             "transforms[0]: saved 'map 1', here 'map 2'",
@@ -239,7 +242,7 @@ def test_all_differences_are_told_at_once():
     with pytest.raises(Mismatch) as caught:
         base(seed=2, shuffle=False, source=Records(30)).iterator().set_state(state)
     told = " ".join(caught.value.differences)
-    for part in ("plan.seed", "plan.shuffle", "source.records", "source.fingerprint", "segments"):
+    for part in ("plan.seed", "plan.shuffle", "sources.source.fingerprint", "segment.items"):
         assert part in told
 
 
@@ -278,14 +281,15 @@ def test_a_state_is_a_copy():
     iterator = base().iterator()
     state = iterator.get_state()
     state["plan"]["seed"] = 99
-    state["skips"].append([1, 2])
+    state["skips"].append(1)
     state["transforms"].clear()
     assert iterator.get_state() == base().iterator().get_state()
 
 
 def good():
-    plan = Plan(20, 4, seed=1)
-    return State(8, Skips.of([(9, 12), (15, 16)]), identity(plan, {"a": 1}, ["map 1"])).to_json()
+    order = Examples.of(20, seed=1)
+    known = identity(order, {"source": {"a": 1}}, ["map 1"])
+    return State(8, ((9, 12), (15, 16)), known).to_json()
 
 
 def test_parse_is_the_inverse_of_emit():
@@ -300,25 +304,30 @@ def test_parse_is_the_inverse_of_emit():
         ((), None, Damaged, "not a data state"),
         ((), [], Damaged, "not a data state"),
         ((), {"next_index": 3}, Damaged, "states of other loaders do not fit"),
-        (("format",), 2, Unsupported, "format 2: this release reads format 1"),
-        (("format",), "1", Damaged, "format: wanted an integer"),
+        (("format",), 3, Unsupported, "format 3: this release reads format 2"),
+        (("format",), "2", Damaged, "format: wanted an integer"),
         (("next_example",), -1, Damaged, "next_example"),
         (("next_example",), 2**63, Damaged, "next_example"),
         (("next_example",), True, Damaged, "next_example"),
         (("next_example",), 1.0, Damaged, "next_example"),
         (("skips",), "ab", Damaged, "skips: wanted a list"),
-        (("skips", 0), [9], Damaged, r"skips\[0\]: wanted \[start, stop\]"),
-        (("skips", 0), [12, 9], Damaged, r"skips\[0\] stop"),
-        (("skips", 1), [11, 13], Damaged, r"skips\[1\] start"),
-        (("skips", 1), [12, 13], Damaged, r"skips\[1\] start"),  # adjacent: would be one range
-        (("skips", 1), [13, 13], Damaged, r"skips\[1\] stop"),
-        (("segments",), [], Unsupported, "0 segments"),
-        (("segments", 0), {"first": 1, "records": 20}, Damaged, "first"),
+        (("skips",), [9], Damaged, "wanted pairs of gap and length"),
+        (("skips", 0), -1, Damaged, r"skips\[0\], a gap"),
+        (("skips", 0), [12, 9], Damaged, r"skips\[0\], a gap"),
+        (("skips", 1), 0, Damaged, r"skips\[1\], a length"),
+        (("skips", 2), 0, Damaged, r"skips\[2\], a gap"),  # adjacent: would be one range
+        (("skips", 1), 2**62, Damaged, "is of two sources"),
+        (("segments",), [], Damaged, "begins at example 0"),
+        (("segments", 0), {"first": 1, "items": [20], "counts": [1]}, Damaged, "example 0"),
+        (("segments", 0), {"first": 0, "items": [20], "counts": [0]}, Damaged, "a mixture wants"),
+        (("segments", 0), {"first": 0, "items": [20], "counts": [1, 1]}, Damaged, "a count for"),
+        (("segments", 0), {"first": 0, "items": [2, 2], "counts": [1, 1]}, Damaged, "1 sources"),
         (("segments", 0), {"first": 0}, Damaged, "missing fields"),
         (("segments", 0), 7, Damaged, "wanted an object"),
         (("plan",), [], Damaged, "plan: wanted an object"),
         (("plan", "seed"), None, Damaged, "plan: wanted names"),
-        (("source",), {1: 2}, Damaged, "source: wanted names"),
+        (("sources",), {}, Damaged, "sources: wanted an object"),
+        (("sources", "source"), {1: 2}, Damaged, "wanted names"),
         (("transforms",), [3], Damaged, "transforms: wanted texts"),
         (("extra",), 3, Damaged, "unknown fields"),
     ],
@@ -381,9 +390,9 @@ def test_a_batch_larger_than_the_source():
     [
         (lambda: Pipeline("a*.array_record", batch_size=1, seed=1), "formats.open_source"),
         (lambda: base(seed=-1), "seed must be"),
-        (lambda: base(shuffle="grain"), "shuffle must be True or False"),
+        (lambda: base(shuffle="blocks"), "shuffle must be True, False, or one of"),
         (lambda: base(epochs=0), "epochs must be"),
-        (lambda: base(remainder="carry"), "remainder must be"),
+        (lambda: base(remainder="pad"), "remainder must be"),
         (lambda: base().map(3, version="1"), ".map wants a function"),
         (lambda: base().map(number, version=1), ".map wants a version"),
         (lambda: base().map(number, version=""), ".map wants a version"),
@@ -438,7 +447,7 @@ def test_a_bad_record_is_named_in_its_own_batch(says_which, options):
             next(iterator)
         assert iterator.next_example == 5 * at
         assert caught.value.index == 37
-        assert f"iterator.skip([({example}, {example + 1})])" in str(caught.value)
+        assert f"plan.addresses([({example}, {example + 1})])" in str(caught.value)
         cause = caught.value.__cause__
         assert isinstance(cause, BadRecord if says_which else RuntimeError)
     iterator.skip([(example, example + 1)])  # the cure that the message names
@@ -531,7 +540,7 @@ def test_trouble_of_the_store_is_no_bad_record():
 def test_the_plan_needs_neither_jax_nor_grain():
     code = (
         "import sys, datapipe, datapipe.plan, datapipe.state, datapipe.pipeline\n"
-        "assert datapipe.Plan(10, 2, seed=1).records(0).size == 2\n"
+        "assert datapipe.Plan.of(10, 2, seed=1).records(0).size == 2\n"
         "assert not {'jax', 'grain', 'tensorstore'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,136 +6,155 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_oracle import Oracle
 
-from datapipe.permute import LIMIT, Permutation
-from datapipe.plan import Plan, Skips
+from datapipe.examples import Examples, Segment
+from datapipe.permute import LIMIT
+from datapipe.plan import Plan
+from datapipe.skips import Skips
 from formats.errors import Misuse
 
-
-class Oracle:
-    """All examples of a finite plan in a list; knows nothing of ranks."""
-
-    def __init__(self, plan, horizon):
-        self.plan = plan
-        self.horizon = horizon
-        records = []
-        for epoch in range(horizon):
-            every = np.arange(plan.record_count)
-            order = (
-                Permutation(plan.record_count, seed=plan.seed, epoch=epoch)(every)
-                if plan.shuffle == "global"
-                else every
-            )
-            records += order.tolist()
-        self.records = records
-        skipped = {e for start, stop in plan.skips.ranges for e in range(start, stop)}
-        self.kept = [e for e in range(len(records)) if e not in skipped]
-
-    def batches(self, next_example):
-        """Lists of examples."""
-        rest = [e for e in self.kept if e >= next_example]
-        size = self.plan.batch_size
-        found = [rest[at : at + size] for at in range(0, len(rest), size)]
-        ends = self.plan.epochs is not None
-        if found and len(found[-1]) < size and (not ends or self.plan.remainder == "drop"):
-            found.pop()
-        return found
+HORIZON = 160
 
 
 @st.composite
-def plans(draw, finite=None):
-    records = draw(st.integers(1, 23))
-    epochs = draw(st.integers(1, 4))
-    finite = draw(st.booleans()) if finite is None else finite
-    ranges = draw(
-        st.lists(
-            st.tuples(st.integers(0, 4 * 23), st.integers(0, 9)).map(lambda p: (p[0], p[0] + p[1])),
-            max_size=5,
-        )
-    )
-    plan = Plan(
-        record_count=records,
-        batch_size=draw(st.integers(1, records + 3)),
+def orders(draw, sources=None):
+    """One source or several, in one segment or more."""
+    count = draw(st.integers(1, 3)) if sources is None else sources
+    items = [draw(st.integers(1, 23)) for _ in range(count)]
+    first, segments = 0, []
+    for _ in range(draw(st.integers(1, 3))):
+        counts = draw(st.lists(st.integers(0, 4), min_size=len(items), max_size=len(items)))
+        counts[draw(st.integers(0, len(items) - 1))] += 1
+        segments.append(Segment(first, tuple(items), tuple(counts)))
+        first += draw(st.integers(1, 50))
+        items = [each + draw(st.integers(0, 5)) for each in items]
+        if sources is None and draw(st.booleans()):
+            items.append(draw(st.integers(1, 9)))
+    return Examples(
+        tuple(segments),
         seed=draw(st.integers(0, 3)),
         shuffle=draw(st.sampled_from(["global", "none"])),
-        epochs=epochs if finite else None,
-        remainder=draw(st.sampled_from(["drop", "keep"])),
-    ).skipping(ranges)
-    return plan, Oracle(plan, epochs if finite else 300 // records + 1)
+        epochs=draw(st.none() | st.integers(1, 4)),
+    )
+
+
+@st.composite
+def plans(draw):
+    single = draw(st.booleans())
+    order = draw(orders(1 if single else None))
+    skips = [
+        Skips.of((a, a + n) for a, n in pairs)
+        for pairs in draw(
+            st.lists(
+                st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=4),
+                min_size=order.source_count,
+                max_size=order.source_count,
+            )
+        )
+    ]
+    remainder = draw(st.sampled_from(["carry", "keep", "drop"])) if single else "carry"
+    if order.source_count > 1:
+        remainder = "carry"
+    plan = Plan(order, draw(st.integers(1, 26)), remainder, tuple(skips))
+    return plan, Oracle(plan, HORIZON)
+
+
+@given(orders())
+def test_examples_are_what_is_written_down(order):
+    oracle = Oracle(Plan(order, 1), HORIZON)
+    count = len(oracle.rows)
+    found = order.locate(np.arange(count))
+    assert list(zip(*(each.tolist() for each in found), strict=True)) == oracle.rows
+    if oracle.ended:
+        assert order.end == count
+    else:
+        assert order.end >= count
+    ordinals = [0] * order.source_count
+    for example, (source, _, _) in enumerate(oracle.rows):
+        assert order.ordinals(example) == tuple(ordinals)
+        assert order.example(source, ordinals[source]) == example
+        ordinals[source] += 1
+
+
+@given(orders())
+def test_no_item_twice_within_an_epoch(order):
+    oracle = Oracle(Plan(order, 1), HORIZON)
+    assert len(set(oracle.rows)) == len(oracle.rows)
 
 
 @given(plans(), st.data())
 def test_forwards(case, data):
     plan, oracle = case
-    at = data.draw(st.integers(0, len(oracle.records) if plan.epochs else plan.record_count * 4))
+    at = data.draw(st.integers(0, len(oracle.rows)))
     batches = oracle.batches(at)
-    if plan.epochs:
+    asked = data.draw(st.integers(0, len(batches) + (2 if oracle.ended else 0)))
+    if oracle.ended:
         assert plan.batches_left(at) == len(batches)
-        asked = data.draw(st.integers(0, len(batches) + 2))
-    else:
+    if plan.order.epochs is None:
         assert plan.batches_left(at) is None
-        asked = data.draw(st.integers(0, len(batches)))
-    wanted = [e for batch in batches[:asked] for e in batch]
-    assert plan.examples(at, asked).tolist() == wanted
-    assert plan.advance(at, asked) == (wanted[-1] + 1 if wanted else at)
-    located = plan.locate(np.array(wanted, np.int64))
-    assert located.records.tolist() == [oracle.records[e] for e in wanted]
-    assert located.epochs.tolist() == [e // plan.record_count for e in wanted]
+    wanted = batches[:asked]
+    assert [each.tolist() for each in plan.examples(at, asked)] == wanted
+    assert plan.advance(at, asked) == (wanted[-1][-1] + 1 if wanted else at)
 
 
 @given(plans(), st.data())
 def test_any_walk_is_the_same_walk(case, data):
     """Batch by batch, or in strides: the same examples in the same order."""
     plan, oracle = case
-    wanted = [e for batch in oracle.batches(0) for e in batch]
+    wanted = oracle.batches(0)
     at, found = 0, []
     while len(found) < len(wanted):
         stride = data.draw(st.integers(1, 4))
-        found += plan.examples(at, stride).tolist()
+        found += [each.tolist() for each in plan.examples(at, stride)]
         at = plan.advance(at, stride)
     assert found[: len(wanted)] == wanted
-    if plan.epochs:
+    if oracle.ended:
         assert found == wanted
         assert plan.batches_left(at) == 0
 
 
 @given(plans(), st.data())
-def test_records_of_batches(case, data):
+def test_items_of_batches(case, data):
     plan, oracle = case
     batches = oracle.batches(0)
     first = data.draw(st.integers(0, len(batches)))
-    stop = data.draw(st.integers(first, len(batches) + (2 if plan.epochs else 0)))
-    wanted = [oracle.records[e] for batch in batches[first:stop] for e in batch]
-    assert plan.records(range(first, stop)).tolist() == wanted
-    if first < len(batches):
-        assert plan.records(first).tolist() == [oracle.records[e] for e in batches[first]]
-    if plan.epochs:
-        assert plan.batch_count == len(batches)
+    stop = data.draw(st.integers(first, len(batches) + (2 if oracle.ended else 0)))
+    wanted = [oracle.rows[e] for batch in batches[first:stop] for e in batch]
+    found = plan.rows(range(first, stop))
+    assert list(zip(*(each.tolist() for each in found), strict=True)) == wanted
+    described = plan.describe(first, stop - first)
+    assert [each.batch for each in described] == list(range(first, min(stop, len(batches))))
+    for each, batch in zip(described, batches[first:stop], strict=True):
+        assert [e for start, stop in each.examples for e in range(start, stop)] == batch
+        rows = zip(each.sources.tolist(), each.epochs.tolist(), each.items.tolist(), strict=True)
+        assert list(rows) == [oracle.rows[e] for e in batch]
 
 
 @given(plans(), st.data())
 def test_backwards(case, data):
     plan, oracle = case
-    record = data.draw(st.integers(0, plan.record_count - 1))
-    epochs = range(plan.epochs or 3)
-    last = epochs.stop * plan.record_count
-    wanted = sorted(
-        {
-            index
-            for index, batch in enumerate(oracle.batches(0))
-            for e in batch
-            if oracle.records[e] == record and e < last
-        }
-    )
-    assert list(plan.batches(record, epochs=epochs)) == wanted
-    if plan.epochs:
-        assert list(plan.batches(record)) == wanted
+    source = data.draw(st.integers(0, plan.order.source_count - 1))
+    item = data.draw(st.integers(0, plan.order.streams[source].items - 1))
+    batches = oracle.batches(0)
+    known = [epoch for s, epoch, _ in oracle.rows if s == source]
+    epochs = range(max(known, default=-1) if not oracle.ended else plan.order.epochs)
+    wanted = {
+        index
+        for index, batch in enumerate(batches)
+        for e in batch
+        if (oracle.rows[e][0], oracle.rows[e][2]) == (source, item) and oracle.rows[e][1] in epochs
+    }
+    found = plan.batches(item, source=source, epochs=epochs)
+    assert [batch for batch in found if batch < len(batches)] == sorted(wanted)
+    if oracle.ended:
+        assert list(plan.batches(item, source=source)) == sorted(wanted)
 
 
 @given(plans(), st.data())
 def test_span_is_what_the_batches_hold(case, data):
     plan, oracle = case
-    at = data.draw(st.integers(0, plan.record_count))
+    at = data.draw(st.integers(0, len(oracle.rows)))
     batches = oracle.batches(at)
     first = data.draw(st.integers(0, len(batches)))
     stop = data.draw(st.integers(first, len(batches)))
@@ -144,52 +163,48 @@ def test_span_is_what_the_batches_hold(case, data):
     assert ranges == sorted(ranges)
     wanted = [e for batch in batches[first:stop] for e in batch]
     assert [e for start, stop in ranges for e in range(start, stop)] == wanted
+    addresses = {a for start, stop in plan.addresses(ranges) for a in range(start, stop)}
+    assert addresses == oracle.addresses(wanted)
 
 
-@given(plans(), st.data())
-def test_skipping_a_span_closes_up(case, data):
-    """Skipped batches are gone; those before and behind are what they were."""
+@given(plans(), st.integers(1, 26), st.data())
+def test_what_was_skipped_stays_so_with_other_batches_and_weights(case, other, data):
+    """Batches are skipped; then batch size and weights change: the same rows stay away."""
     plan, oracle = case
     before = oracle.batches(0)
     first = data.draw(st.integers(0, len(before)))
     stop = data.draw(st.integers(first, len(before)))
-    after = plan.skipping(plan.span(0, first, stop))
-    wanted = [e for batch in before[:first] + before[stop:] for e in batch]
-    count = (len(wanted) + plan.batch_size - 1) // plan.batch_size
-    found = after.examples(0, count).tolist()
-    assert found[: len(wanted)] == wanted
-
-
-@given(plans(), st.integers(1, 30))
-def test_another_batch_size_serves_the_same_examples(case, other):
-    plan, oracle = case
-    changed = Plan(
-        plan.record_count, other, plan.seed, plan.shuffle, plan.epochs, "keep", plan.skips
+    bad = {oracle.rows[e] for batch in before[first:stop] for e in batch}
+    skipped = plan.skipping(plan.addresses(plan.span(0, first, stop)))
+    last = plan.order.segments[-1]
+    at = last.first + data.draw(st.integers(1, 30))
+    counts = data.draw(
+        st.lists(st.integers(1, 4), min_size=len(last.items), max_size=len(last.items))
     )
-    count = len(oracle.kept) // other
-    assert changed.examples(0, count).tolist() == oracle.kept[: count * other]
-    if plan.epochs:
-        assert changed.examples(0, count + 1).tolist() == oracle.kept
+    order = Examples(
+        (*plan.order.segments, Segment(at, last.items, tuple(counts))),
+        plan.order.seed,
+        plan.order.shuffle,
+        plan.order.epochs,
+    )
+    changed = Plan(order, other, plan.remainder, skipped.skips)
+    again = Oracle(changed, HORIZON)
+    batches = again.batches(0)
+    assert [each.tolist() for each in changed.examples(0, len(batches))] == batches
+    served = {again.rows[e] for batch in batches for e in batch}
+    assert not served & bad
 
 
 @given(plans())
-def test_describe(case):
-    plan, oracle = case
-    described = plan.describe(0, min(5, len(oracle.batches(0)) + (1 if plan.epochs else 0)))
-    for index, (batch, examples) in enumerate(
-        zip(described, oracle.batches(0)[:5], strict=bool(plan.epochs))
-    ):
-        assert batch.batch == index
-        assert [e for start, stop in batch.examples for e in range(start, stop)] == examples
-        assert batch.records.tolist() == [oracle.records[e] for e in examples]
-        epochs = {e // plan.record_count for e in examples}
-        assert batch.epochs == (min(epochs), max(epochs) + 1)
+def test_skipping_says_what_is_skipped(case):
+    plan, _ = case
+    assert plan.unskipped().skipping(plan.skipped) == plan
 
 
 @pytest.mark.parametrize("records", [1, 2, 5, 7, 8, 12])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7])
 def test_every_record_once_per_epoch(records, batch_size):
-    plan = Plan(records, batch_size, seed=4, epochs=3, remainder="keep")
+    plan = Plan.of(records, batch_size, seed=4, epochs=3, remainder="keep")
     found = plan.records(range(plan.batch_count))
     assert found.size == 3 * records
     for epoch in range(3):
@@ -197,16 +212,20 @@ def test_every_record_once_per_epoch(records, batch_size):
         assert sorted(held.tolist()) == list(range(records))
 
 
-def test_remainder_concerns_the_end_only():
-    dropped = Plan(10, 4, seed=0, shuffle="none", epochs=3)
-    kept = Plan(10, 4, seed=0, shuffle="none", epochs=3, remainder="keep")
-    assert dropped.batch_count == 7
-    assert kept.batch_count == 8
-    assert dropped.records(2).tolist() == [8, 9, 0, 1]  # over the border of two epochs
-    assert kept.records(7).tolist() == [8, 9]
-    assert dropped.records(7).size == 0
-    assert dropped.batches(9) == (2, 4)
-    assert kept.batches(9) == (2, 4, 7)
+def test_remainders():
+    def rows(remainder):
+        plan = Plan.of(5, 2, seed=0, shuffle="none", epochs=3, remainder=remainder)
+        return [plan.records(batch).tolist() for batch in range(plan.batch_count)]
+
+    assert rows("carry") == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1], [2, 3]]
+    assert rows("keep") == [[0, 1], [2, 3], [4]] * 3
+    assert rows("drop") == [[0, 1], [2, 3]] * 3
+
+
+def test_weights_have_exact_counts_in_every_block():
+    order = Examples((Segment(0, (10**6, 10**6), (3, 1)),), seed=1)
+    sources = order.locate(np.arange(4000)).sources.reshape(-1, 4)
+    assert (np.sort(sources, axis=1) == [0, 0, 0, 1]).all()
 
 
 # -- skips -----------------------------------------------------------------------------------------
@@ -225,6 +244,7 @@ def test_skips_are_a_set(pairs):
     for example in range(90):
         assert skips.rank(example) == sum(e < example for e in kept)
         assert skips.holds(example) == (example in held)
+    assert skips.mask(np.arange(90)).tolist() == [example in held for example in range(90)]
     assert Skips.of(reversed(ranges)) == skips
     assert skips.union([(5, 7)]) == Skips.of([*ranges, (5, 7)])
 
@@ -252,30 +272,43 @@ def test_refuses_ranges_that_are_none(ranges, text):
 def test_far_away_costs_what_near_costs():
     """No loop over batches or examples: 10^12 batches on, with 10,000 skips before."""
     skips = Skips.of((i * 10**9, i * 10**9 + 77) for i in range(10_000))
-    plan = Plan(10**9, 256, seed=3, skips=skips)
-    at = 2**61
-    examples = plan.examples(at, 4)
-    far = plan.advance(at, 10**12)
-    records = plan.records(10**15)
-    assert examples.tolist() == list(range(at, at + 1024))
-    assert far == at + 256 * 10**12
-    assert records.size == 256
+    for remainder, short in (("carry", 0), ("drop", 10**9 % 256)):
+        plan = Plan(Examples.of(10**9, seed=3), 256, remainder, (skips,))
+        at = 2 * 10**18
+        examples = plan.examples(at, 3)
+        far = plan.advance(at, 10**9 * (10**9 // 256))
+        assert np.concatenate(examples).tolist() == list(range(at, at + 768))
+        assert far + short == at + 10**18 if short else far > at
+        assert plan.records(10**15).size == 256
+
+
+def test_far_away_in_a_mixture():
+    segments = tuple(
+        Segment(i * 10**6, (10**9 + i * 10, 10**8 + i, 77), (2000 + i, 1000, 3)) for i in range(50)
+    )
+    skips = tuple(Skips.of((i * 10**7 + s, i * 10**7 + 9) for i in range(1000)) for s in range(3))
+    plan = Plan(Examples(segments, seed=3), 256, skips=skips)
+    assert plan.advance(0, 10**15) > 256 * 10**15
+    assert plan.records(10**15).size == 256
+    wide = Skips.of([(10**6, 10**15)])  # a gap that nobody may walk through
+    gapped = Plan(Examples(segments[:1], seed=3), 256, skips=(wide, wide))
+    assert gapped.records(3000).size == 256
     # A loop over the batches between would run into the time limit of the tests.
 
 
 def test_the_largest_plans():
-    plan = Plan(LIMIT, 3, seed=1, epochs=1)
+    plan = Plan.of(LIMIT, 3, seed=1, epochs=1)
     assert plan.batch_count == LIMIT // 3
     assert plan.records(LIMIT // 3 - 1).size == 3
     record = int(plan.records(10**17)[1])
     assert plan.batches(record) == (10**17,)
-    assert Plan(LIMIT, 3, seed=1).examples(LIMIT - 2).size == 0
+    assert Plan.of(LIMIT, 3, seed=1).examples(LIMIT - 2) == []
     with pytest.raises(Misuse, match="epochs"):
-        Plan(LIMIT, 3, seed=1, epochs=2)
+        Plan.of(LIMIT, 3, seed=1, epochs=2)
 
 
 def test_numpy_integers_do_not_overflow():
-    plan = Plan(np.int32(2**31 - 1), np.int32(2**30), seed=np.int64(1), epochs=np.int8(100))
+    plan = Plan.of(np.int32(2**31 - 1), np.int32(2**30), seed=np.int64(1), epochs=np.int8(100))
     assert plan.batch_count == (2**31 - 1) * 100 // 2**30
     assert plan.span(0, 5, 6) == [(5 * 2**30, 6 * 2**30)]
 
@@ -286,7 +319,7 @@ def test_numpy_integers_do_not_overflow():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"record_count": 0}, "record_count"),
+        ({"items": 0}, "items of a source"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": 2.5}, "batch_size"),
         ({"seed": -1}, "seed"),
@@ -298,18 +331,41 @@ def test_numpy_integers_do_not_overflow():
 )
 def test_refuses_a_plan_that_is_none(change, text):
     with pytest.raises(Misuse, match=text):
-        Plan(**{"record_count": 5, "batch_size": 2, "seed": 1, **change})
+        Plan.of(**{"items": 5, "batch_size": 2, "seed": 1, **change})
+
+
+@pytest.mark.parametrize(
+    ("segments", "text"),
+    [
+        ((), "begins at example 0"),
+        ((Segment(1, (5,), (1,)),), "begins at example 0"),
+        ((Segment(0, (5,), (1,)), Segment(0, (5,), (1,))), "segment 1: first example"),
+        ((Segment(0, (5, 6), (1, 1)), Segment(3, (5,), (1,))), "wanted 2 sources or more"),
+        ((Segment(0, (5,), (1,)), Segment(3, (4,), (1,))), "a source grows"),
+    ],
+)
+def test_refuses_segments_that_make_no_order(segments, text):
+    with pytest.raises(Misuse, match=text):
+        Examples(segments, seed=1)
 
 
 def test_refuses_questions_that_have_no_answer():
-    plan = Plan(5, 2, seed=1, epochs=2)
+    plan = Plan.of(5, 2, seed=1, epochs=2)
     with pytest.raises(Misuse, match=r"an example must be an integer in \[0, 10\], found 11"):
         plan.batches_left(11)
-    with pytest.raises(Misuse, match="record must be"):
+    with pytest.raises(Misuse, match="item must be"):
         plan.batches(5)
+    with pytest.raises(Misuse, match="source must be"):
+        plan.batches(1, source=1)
     with pytest.raises(Misuse, match="step 1"):
         plan.records(range(0, 4, 2))
     with pytest.raises(Misuse, match="stop"):
         plan.span(0, 3, 2)
     with pytest.raises(Misuse, match=r"has no end: say which epochs, such as epochs=range\(3\)"):
-        Plan(5, 2, seed=1).batches(3)
+        Plan.of(5, 2, seed=1).batches(3)
+    with pytest.raises(Misuse, match="a skip of source 1, here are 1"):
+        plan.skipping([(LIMIT + 1, LIMIT + 2)])
+    with pytest.raises(Misuse, match="of one source"):
+        plan.skipping([(LIMIT - 1, LIMIT + 2)])
+    with pytest.raises(Misuse, match="for one source, here are 2"):
+        Plan(Examples((Segment(0, (5, 5), (1, 1)),), seed=1), 2, "drop")

@@ -89,7 +89,7 @@ def flip(path: Path, at: int = 40) -> None:
 def resumed(root: Path) -> tuple[ckpt.Restored, list[Any]]:
     with ckpt.CheckpointManager(root) as m, iterator() as data:
         restored = m.resume(like=state_of(0), data=data)
-        return restored, data.get_state()["skips"]
+        return restored, [list(skip) for skip in data.plan.skipped]
 
 
 def files_of(damage: tuple[Any, ...]) -> set[str]:

@@ -71,7 +71,7 @@ def test_kills_and_rewinds_end_in_the_bits_of_the_undisturbed_run(
     state, position, guard, _ = really_run(tmp_path / "run")
     assert [spike.onset for spike in guard.history] == [23]
     # The skipped batches are those of steps 21 to 28, on the lineage where the spike was seen.
-    assert position["skips"] == [[80, 112]]
+    assert position["skips"] == [80, 32]
     expected, where, _, run = really_run(tmp_path / "reference", skips=[(80, 112)])
     assert run.rewinds == []
     assert position == where
@@ -92,4 +92,4 @@ def test_one_bad_loss_early_does_not_end_the_run_of_the_readme(tmp_path: Path) -
         assert [rewound.to for rewound in run.rewinds] == [0]
         assert manager._reader.listing().head.reason == run.rewinds[0].reason
     assert seen[-40:] == [*range(1, 41)]
-    assert data.get_state()["skips"] == [[0, 220 * 4]]
+    assert data.plan.skipped == [(0, 220 * 4)]

@@ -200,11 +200,9 @@ def data_state(name: str, entry: Mapping[str, Json]) -> DataState:
     saved = entry["state"]
     with contextlib.suppress(DataError):
         state = State.from_json(saved)
-        records = state.identity["segments"][0]["records"]
+        records = sum(state.identity["segments"][-1]["items"])
         at = state.next_example
-        return DataState(
-            name, batch_size, saved, at, at // records, records, tuple(state.skips.ranges)
-        )
+        return DataState(name, batch_size, saved, at, at // records, records, state.skips)
     return DataState(name, batch_size, saved)
 
 

@@ -33,8 +33,9 @@ from ckpt.skipped import commit_of, course_of
 from ckpt.spans import Counted
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
+from datapipe.examples import Examples
 from datapipe.plan import Plan
-from datapipe.state import State
+from datapipe.state import State, segments_of
 from formats.errors import DataError
 from tools.places import run_at
 
@@ -213,19 +214,18 @@ class _Saved:
     def after(
         self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
     ) -> Iterable[tuple[int, int]]:
-        saved = State.from_json(state)
-        order = Plan(
-            saved.identity["segments"][0]["records"],
-            1,
-            seed=0,  # which record stands where is not asked
-            skips=saved.skips.union(skips),
-        )
-        return order.span(saved.next_example, first, stop)
+        plan, at = self._plan(state, skips)
+        return plan.addresses(plan.span(at, first, stop))
 
     def reached(self, state: Json, count: int, skips: Sequence[tuple[int, int]]) -> int | None:
-        if count == 0:
-            return State.from_json(state).next_example
-        return list(self.after(state, 0, count, skips))[-1][1]
+        plan, at = self._plan(state, skips)
+        return plan.advance(at, count)
+
+    def _plan(self, state: Json, skips: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
+        saved = State.from_json(state)
+        # Which record stands where is not asked, so any seed will do.
+        order = Examples(segments_of(saved.identity["segments"]), seed=0)
+        return Plan(order, 1).skipping([*saved.skips, *skips]), saved.next_example
 
 
 def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:

@@ -43,7 +43,7 @@ def train(arguments: argparse.Namespace) -> None:
                 if pending is not None:
                     events.saving(step, pending)
                 for rewound in run.rewinds[rewinds:]:
-                    events.rewound(rewound, data.get_state()["skips"])
+                    events.rewound(rewound, data.plan.skipped)
         events.drain()
         events.write("done", step=run.step, preempted=run.preempted)
 

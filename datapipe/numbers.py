@@ -1,0 +1,20 @@
+"""Integers that callers give: checked, and Python's own from then on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from formats.errors import Misuse
+
+
+def integer(name: str, value: object, first: int, last: int) -> int:
+    """`value` as a Python int; NumPy integers pass, and do not overflow afterwards.
+
+    Raises:
+      Misuse: it is a bool, a float, or outside [first, last].
+    """
+    if isinstance(value, np.integer):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
+        raise Misuse(f"{name} must be an integer in [{first}, {last}], found {value!r}")
+    return value

@@ -1,0 +1,103 @@
+"""Sets of examples that are never served, and arithmetic on what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.numbers import integer
+from datapipe.permute import LIMIT
+from formats.errors import Misuse
+
+
+@dataclass(frozen=True)
+class Skips:
+    """A set of numbers as sorted, disjoint, non-adjacent half-open ranges.
+
+    Build it with `Skips.of`, which takes ranges in any order and unites them.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(ranges: Iterable[tuple[int, int]]) -> Skips:
+        """The union of `ranges`; empty ranges are left out.
+
+        Raises:
+          Misuse: a bound is no integer in [0, 2^62], or a range ends before it starts.
+        """
+        pairs: list[tuple[int, int]] = []
+        for given in ranges:
+            start, stop = _range(given)
+            if start < stop:
+                pairs.append((start, stop))
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(pairs):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return Skips(tuple(merged))
+
+    def union(self, ranges: Iterable[tuple[int, int]]) -> Skips:
+        """These and `ranges` together."""
+        return Skips.of([*self.ranges, *ranges])
+
+    def rank(self, number: int) -> int:
+        """How many numbers in [0, number) are left."""
+        index = int(np.searchsorted(self._starts, number, side="right"))
+        if index == 0:
+            return number
+        start, stop = self.ranges[index - 1]
+        return number - int(self._before[index - 1]) - (min(stop, number) - start)
+
+    def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers that have these ranks: the inverse of `rank`; int64, same shape."""
+        index = np.searchsorted(self._start_ranks, ranks, side="right")
+        return ranks + self._before[index]
+
+    def holds(self, number: int) -> bool:
+        """Is this one left out?"""
+        return bool(self.mask(np.array([number], np.int64))[0])
+
+    def mask(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For each, whether it is left out; same shape."""
+        index = np.searchsorted(self._starts, numbers, side="right")
+        return numbers < self._stops_from_nothing[index]
+
+    def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """The ranges that start in [start, stop)."""
+        first, last = np.searchsorted(self._starts, [start, stop], side="left")
+        return self.ranges[first:last]
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        return np.array([start for start, _ in self.ranges], np.int64)
+
+    @cached_property
+    def _stops_from_nothing(self) -> NDArray[np.int64]:
+        """[i]: where the last of the first i ranges ends; 0 for none."""
+        return np.array([0, *(stop for _, stop in self.ranges)], np.int64)
+
+    @cached_property
+    def _before(self) -> NDArray[np.int64]:
+        """[i]: how many numbers the first i ranges hold."""
+        lengths = np.array([stop - start for start, stop in self.ranges], np.int64)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+    @cached_property
+    def _start_ranks(self) -> NDArray[np.int64]:
+        return self._starts - self._before[:-1]
+
+
+def _range(given: tuple[int, int]) -> tuple[int, int]:
+    try:
+        start, stop = given
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"a range is a pair (start, stop) of examples, found {given!r}") from error
+    start = integer("start of a range", start, 0, LIMIT)
+    return start, integer("stop of a range", stop, start, LIMIT)

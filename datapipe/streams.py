@@ -1,0 +1,154 @@
+"""One source through its epochs: the k-th example that is taken from it is which of its items?
+
+An *ordinal* counts the examples of one source through all epochs, served or skipped. A source may
+grow: then the epoch that is under way ends as it began, with the items there were, and the next one
+is the first with all of them. So no item comes twice within an epoch, and none is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.grain_order import GrainOrder
+from datapipe.permute import LIMIT, Order, Permutation
+from formats.errors import Misuse
+
+Shuffle = Literal["global", "grain", "none"]
+SHUFFLES: Final = ("global", "grain", "none")
+
+
+class Placed(NamedTuple):
+    """Which items examples are, and in which epoch of their source; int64, of one shape."""
+
+    epochs: NDArray[np.int64]
+    items: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From ordinal `first` on, where `epoch` begins, the source has `items` items."""
+
+    first: int
+    epoch: int
+    items: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The items of one source, epoch by epoch.
+
+    Args:
+      stretches: in rising order; the first one begins at ordinal 0 with epoch 0.
+      seed: of the shuffle.
+      shuffle: "global", "grain" or "none".
+      number: tells apart the sources under one seed.
+    """
+
+    stretches: tuple[Stretch, ...]
+    seed: int
+    shuffle: Shuffle
+    number: int = 0
+
+    @property
+    def items(self) -> int:
+        """As many as there are in the end."""
+        return self.stretches[-1].items
+
+    def grown(self, ordinal: int, items: int) -> Stream:
+        """This stream, with `items` items from the first epoch on that begins at `ordinal` or
+        later. What an earlier, later growth said about those epochs is replaced.
+
+        Raises:
+          Misuse: the source shrinks.
+        """
+        at = self._stretch(ordinal)
+        first, epoch = ordinal, at.epoch
+        done = -(-(ordinal - at.first) // at.items)
+        first, epoch = at.first + done * at.items, at.epoch + done
+        before = tuple(stretch for stretch in self.stretches if stretch.first < first)
+        last = before[-1].items if before else items
+        if items < last:
+            raise Misuse(f"a source grows: it had {last} items and now has {items}")
+        if before and items == last:
+            return Stream(before, self.seed, self.shuffle, self.number)
+        return Stream((*before, Stretch(first, epoch, items)), self.seed, self.shuffle, self.number)
+
+    def end(self, epochs: int | None) -> int:
+        """One past the last ordinal of that many epochs; 2^62 without an end.
+
+        Raises:
+          Misuse: that is beyond 2^62.
+        """
+        if epochs is None:
+            return LIMIT
+        at = next(s for s in reversed(self.stretches) if s.epoch < epochs or s.epoch == 0)
+        end = at.first + (epochs - at.epoch) * at.items
+        if end > LIMIT:
+            raise Misuse(
+                f"epochs: {epochs} epochs of {self.items} items are more than 2^62 examples"
+            )
+        return end
+
+    def place(self, ordinals: NDArray[np.int64]) -> Placed:
+        """Epoch and item of each ordinal; same shape."""
+        epochs, positions = self._positions(ordinals)
+        items = positions
+        if self.shuffle != "none":
+            items = np.empty_like(positions)
+            for epoch in np.unique(epochs).tolist():
+                there = epochs == epoch
+                items[there] = self._order(epoch)(positions[there])
+        return Placed(epochs, items)
+
+    def ordinals(self, item: int, epochs: range) -> Iterator[int]:
+        """The ordinals that are this item, in these epochs, in their order."""
+        for epoch in epochs:
+            at = self._of_epoch(epoch)
+            if item < at.items:
+                position = item
+                if self.shuffle != "none":
+                    position = int(self._order(epoch).inverse(np.array([item]))[0])
+                yield at.first + (epoch - at.epoch) * at.items + position
+
+    def first_of(self, epoch: int) -> int:
+        """The ordinal with which an epoch begins."""
+        at = self._of_epoch(epoch)
+        return at.first + (epoch - at.epoch) * at.items
+
+    def epoch_of(self, ordinal: int) -> int:
+        """The epoch that an ordinal belongs to."""
+        at = self._stretch(ordinal)
+        return at.epoch + (ordinal - at.first) // at.items
+
+    def _positions(self, ordinals: NDArray[np.int64]) -> Placed:
+        if len(self.stretches) == 1:
+            return Placed(*np.divmod(ordinals, self.stretches[0].items))
+        firsts, epochs, items = np.array(
+            [(s.first, s.epoch, s.items) for s in self.stretches], np.int64
+        ).T
+        at = np.searchsorted(firsts, ordinals, side="right") - 1
+        done, positions = np.divmod(ordinals - firsts[at], items[at])
+        return Placed(epochs[at] + done, positions)
+
+    def _order(self, epoch: int) -> Order:
+        return _order(self.shuffle, self._of_epoch(epoch).items, self.seed, epoch, self.number)
+
+    def _stretch(self, ordinal: int) -> Stretch:
+        return next(s for s in reversed(self.stretches) if s.first <= ordinal)
+
+    def _of_epoch(self, epoch: int) -> Stretch:
+        return next(s for s in reversed(self.stretches) if s.epoch <= epoch)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(shuffle: Shuffle, items: int, seed: int, epoch: int, number: int) -> Order:
+    """Kept, since its keys are made in Python: that takes longer than a batch."""
+    if shuffle == "grain":
+        return GrainOrder(items, seed=seed, epoch=epoch)
+    return Permutation(items, seed=seed, epoch=epoch, stream=number)
