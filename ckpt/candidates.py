@@ -121,7 +121,8 @@ def look(
     if hosted.images or hosted.damaged:
         ours = hosted.counting(listing.lineage, listing.decisions, *process)
         durable = {*listing.steps, *(step for _, steps in found.values() for step in steps)}
-        durable |= {image.id for image in ours.images if image.slot is None}
+        if process[1] == 1:  # else the peers need not have that one
+            durable |= {image.id for image in ours.images if image.slot is None}
         newest = max(counting(listing.lineage, durable), default=None)
         ours = ours.without_spent(kept_in_memory, durable, newest)
     unreadable += ours.damaged

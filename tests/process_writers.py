@@ -209,7 +209,7 @@ def at_random(stage: Stage) -> dict[str, Any]:
     """Goes on from what is there and saves every step, until it or a writer is killed."""
     with (
         tiered(stage.root, timeout_s=5.0) as m,
-        pipeline().iterator(sharding=data_sharding()) as data,
+        pipeline(epochs=200).iterator(sharding=data_sharding()) as data,
     ):
         restored = m.resume(like=like(), data=data)
         wrong = [] if restored.report.fresh else differences(restored.state, restored.step)
