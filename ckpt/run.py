@@ -308,7 +308,7 @@ class Run:
         with self._same_values():
             restored = self._manager.rewind(
                 to,
-                skip_steps=skip or None,
+                skip_steps=skip,
                 reason=reason,
                 like=like,
                 data=self._data,

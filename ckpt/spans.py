@@ -1,17 +1,18 @@
 """Which examples a range of batches held: counted along the committed steps of a lineage. No I/O.
 
-The batches between two commits were served with the batch size that the second one tells. All is
-counted in examples from the state of a commit, leaving out what was skipped at that time, so that
-a change of the batch size is no more than another factor. Where records do not tell the sizes, a
-range is given that holds all that may have been served.
+The batches between two commits were served with the batch size that the second one tells. A
+position does not depend on a batch size, so from where one attempt stopped the next is counted
+with its own, and with what was left out at that time. Where records do not tell the sizes, a range
+is given that holds all that may have been served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from ckpt.errors import Misuse
 from ckpt.lineage import Lineage, served
 
 Json = Any
@@ -21,20 +22,18 @@ Ranges = list[tuple[int, int]]
 class Examples(Protocol):
     """What is known of the order of the examples, whatever iterator serves them."""
 
-    @property
-    def unit(self) -> int:
-        """Only multiples of it can be asked for."""
-
-    def after(
-        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
+    def span(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]], size: int
     ) -> Iterable[tuple[int, int]]:
-        """Of the examples that follow a state numbers `first` to `stop - 1`, from 0.
+        """What batches `first` to `stop - 1` of that size hold, counted from a state.
 
-        Neither those that the state skips nor `skips` are counted.
+        `skips` are left out beside those of the state.
         """
 
-    def reached(self, state: Json, count: int, skips: Sequence[tuple[int, int]]) -> int | None:
-        """The position that so many examples later was saved; None: such states do not tell."""
+    def after(
+        self, state: Json, batches: int, skips: Sequence[tuple[int, int]], size: int
+    ) -> int | None:
+        """The `next_example` of the state so many batches later, at least one."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class _Piece:
     least: int
     most: int
     skips: Sequence[tuple[int, int]]
-    total: int | None = None
-    """Of all of them together, where nothing is known of the single one."""
+    until: int | None = None
+    """The position behind the last one, where nothing is known of each."""
 
 
 @dataclass(frozen=True)
@@ -154,35 +153,42 @@ class Course:
         self, one: Commit, two: Commit, pieces: Sequence[_Piece], *, has_inner: bool
     ) -> bool:
         """Does counting from one lead to the other? States that do not tell: if none is between."""
-        count, skips = self._end(one, pieces)
         there = _position(two.state)
-        if there is None:
+        if there is None or _position(one.state) is None:
             return not has_inner
-        if count % self.examples.unit:
-            return False
-        return self.examples.reached(one.state, count, skips) == there
+        return self._end(one, pieces) == there
 
     def _derived(self, one: Commit, two: Commit, pieces: list[_Piece]) -> list[_Piece]:
         """The share of attempts of which no commit is left, by what the others served."""
+        there = _position(two.state)
+        if there is None or _position(one.state) is None:
+            raise Misuse(
+                f"no step between {one.step} and {two.step} is left that tells the batch size of "
+                "each, and the states do not tell how many examples were served: rewind without "
+                "skipping"
+            )
         unknown = [index for index, piece in enumerate(pieces) if not piece.least]
-        batches = range(one.step, two.step)
-        first, stop = (unknown[0], unknown[-1] + 1) if unknown else (0, len(pieces))
-        total = self._distance(one, two, pieces[-1].skips)
-        if total is None:
-            total = len(batches) * max(piece.most for piece in pieces)
-        before, _ = self._end(one, pieces[:first], pieces[-1].skips)
-        behind = sum(len(piece.batches) * piece.least for piece in pieces[stop:])
-        rest = total - before - behind
+        last = pieces[-1]
+        if not unknown:
+            return [_Piece(range(one.step, two.step), 0, 0, last.skips, there)]
+        first, stop = unknown[0], unknown[-1] + 1
+        before = self._end(one, pieces[:first])
+        # Where the attempt of the second commit began: so far back as it can have served since.
+        behind = before + _most(
+            there - before,
+            there,
+            lambda ahead: self._end(_moved(one, before + ahead), pieces[stop:]),
+        )
+        if self._end(_moved(one, behind), pieces[stop:]) != there:
+            return [_Piece(range(one.step, two.step), 0, 0, last.skips, there)]
         middle = range(pieces[first].batches.start, pieces[stop - 1].batches.stop)
-        if rest < 0 or not unknown:
-            return [_Piece(batches, 0, 0, pieces[-1].skips, total)]
-        size, odd = divmod(rest, len(middle))
+        size, odd = divmod(self._count_of(one, before, behind, pieces[first].skips), len(middle))
         if len(unknown) == 1 and not odd and size:
-            even = _Piece(middle, size, size, pieces[first].skips)
-            exact = [*pieces[:first], even, *pieces[stop:]]
+            exact = [*pieces]
+            exact[first] = _Piece(middle, size, size, pieces[first].skips)
             if self._agree(one, two, exact, has_inner=False):
                 return exact
-        return [*pieces[:first], _Piece(middle, 0, 0, pieces[-1].skips, rest), *pieces[stop:]]
+        return [*pieces[:first], _Piece(middle, 0, 0, last.skips, behind), *pieces[stop:]]
 
     # -- after the last commit ---------------------------------------------------------------------
 
@@ -209,15 +215,19 @@ class Course:
         """
         if self.now is None or attempt != self.now.attempt or attempt == last.attempt:
             return False
+        here = _position(self.now.state)
+        if here is None or _position(last.state) is None:
+            return False
         if any(piece.least != piece.most for piece in before):
             return False
-        skips = self.in_force.get(attempt, ())
-        position = Commit(start, attempt, self.now.state, self.now.batch_size)
-        moved = self._distance(last, position, skips)
-        if moved is None:
-            return False
-        done, odd = divmod(moved - self._end(last, before, skips)[0], self.now.batch_size)
-        return not odd and done > 0 and wanted < start + done
+        began = _moved(last, self._end(last, before))
+        skips, size = self.in_force.get(attempt, ()), self.now.batch_size
+
+        def served_to(count: int) -> int:
+            return self._end(began, [_Piece(range(count), size, size, skips)])
+
+        done = _most(here - _known_position(began), here, served_to)
+        return done > 0 and served_to(done) == here and wanted < start + done
 
     # -- arithmetic --------------------------------------------------------------------------------
 
@@ -236,79 +246,101 @@ class Course:
         covering: list[range],
     ) -> None:
         """Adds what the wanted ones of the pieces after a commit held."""
-        least = most = 0
-        skips: Sequence[tuple[int, int]] = ()
+        if _position(base.state) is None:
+            self._count_blindly(base, pieces, wanted, found)
+            return
+        low = high = base
         for piece in pieces:
-            least = self._under(base.state, least, skips, piece.skips)
-            most = self._under(base.state, most, skips, piece.skips)
-            skips = piece.skips
             part = range(
                 max(piece.batches.start, wanted.start), min(piece.batches.stop, wanted.stop)
             )
-            first = least + (part.start - piece.batches.start) * piece.least
-            stop = most + (part.stop - piece.batches.start) * piece.most
-            if piece.total is not None:
-                first, stop = least, most + piece.total
-            if part:
-                found += [(int(a), int(b)) for a, b in self._after(base.state, first, stop, skips)]
-                if piece.total is not None or least != most or piece.least != piece.most:
-                    covering.append(part)
-            least += len(piece.batches) * piece.least + (piece.total or 0)
-            most += len(piece.batches) * piece.most + (piece.total or 0)
+            first, stop = (each - piece.batches.start for each in (part.start, part.stop))
+            exact = piece.until is None and low == high and piece.least == piece.most
+            if part and exact:
+                found += self._span(low.state, first, stop, piece.skips, piece.least)
+            elif part:
+                start, end = _known_position(low), piece.until
+                if end is None:
+                    start = self._end(low, [_first(piece, first, piece.least)])
+                    end = self._end(high, [_first(piece, stop, piece.most)])
+                count = self._count_of(base, start, end, piece.skips)
+                found += self._span(_moved(base, start).state, 0, count, piece.skips, 1)
+                covering.append(part)
+            if piece.until is not None:
+                low = high = _moved(base, piece.until)
+            else:
+                whole = len(piece.batches)
+                low = _moved(base, self._end(low, [_first(piece, whole, piece.least)]))
+                high = _moved(base, self._end(high, [_first(piece, whole, piece.most)]))
 
-    def _end(
-        self,
-        base: Commit,
-        pieces: Sequence[_Piece],
-        under: Sequence[tuple[int, int]] | None = None,
-    ) -> tuple[int, Sequence[tuple[int, int]]]:
-        """How many examples pieces held, and the skips under which that is counted."""
-        count = 0
-        skips: Sequence[tuple[int, int]] = ()
+    def _count_blindly(
+        self, base: Commit, pieces: Sequence[_Piece], wanted: range, found: Ranges
+    ) -> None:
+        """States that tell no position: all batches since the commit were of one size."""
+        sizes = {size for piece in pieces for size in (piece.least, piece.most)}
+        if len(sizes) > 1:
+            raise Misuse(
+                f"the batch size was {', '.join(map(str, sorted(sizes)))} since step {base.step}, "
+                "and the states do not tell a position (`next_example`) to count on from: rewind "
+                "without skipping"
+            )
         for piece in pieces:
-            count = self._under(base.state, count, skips, piece.skips)
-            count += len(piece.batches) * piece.least
-            skips = piece.skips
-        if under is not None:
-            count, skips = self._under(base.state, count, skips, under), under
-        return count, skips
+            first = max(piece.batches.start, wanted.start) - base.step
+            stop = min(piece.batches.stop, wanted.stop) - base.step
+            if first < stop:
+                found += self._span(base.state, first, stop, piece.skips, piece.least)
 
-    def _under(
-        self,
-        state: Json,
-        count: int,
-        skips: Sequence[tuple[int, int]],
-        later: Sequence[tuple[int, int]],
+    def _span(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]], size: int
+    ) -> Ranges:
+        spans = self.examples.span(state, first, stop, skips, size)
+        return [(int(start), int(end)) for start, end in spans]
+
+    def _end(self, base: Commit, pieces: Sequence[_Piece]) -> int:
+        """The position after pieces of which the sizes are known."""
+        at = base
+        for piece in pieces:
+            count = len(piece.batches)
+            if count:
+                position = self.examples.after(at.state, count, piece.skips, piece.least)
+                at = at if position is None else _moved(at, position)
+        return _known_position(at)
+
+    def _count_of(
+        self, base: Commit, start: int, stop: int, skips: Sequence[tuple[int, int]]
     ) -> int:
-        """The same place in the data, counted while more is left out."""
-        if not count or list(later) == list(skips):
-            return count
-        before = self._after(state, 0, count, skips)
-        return count - sum(
-            max(0, min(stop, end) - max(start, first))
-            for start, stop in before
-            for first, end in later
+        """How many examples lie between two positions."""
+        at = _moved(base, start)
+        return _most(
+            stop - start, stop, lambda count: self._end(at, [_Piece(range(count), 1, 1, skips)])
         )
 
-    def _after(
-        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
-    ) -> Iterable[tuple[int, int]]:
-        return self.examples.after(state, first, stop, skips)
 
-    def _distance(self, one: Commit, two: Commit, skips: Sequence[tuple[int, int]]) -> int | None:
-        """How many examples lie between two commits."""
-        start, there = _position(one.state), _position(two.state)
-        if start is None or there is None:
-            return None
-        low, high = 0, max(0, there - start) // self.examples.unit
-        while low < high:
-            middle = (low + high + 1) // 2
-            reached = self.examples.reached(one.state, middle * self.examples.unit, skips)
-            if reached is not None and reached <= there:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.examples.unit
+def _first(piece: _Piece, count: int, size: int) -> _Piece:
+    """The first batches of a piece, if they were of that size."""
+    return _Piece(range(count), size, size, piece.skips)
+
+
+def _most(upper: int, there: int, reached: Callable[[int], int]) -> int:
+    """The greatest number up to `upper` that does not reach beyond a position; 0 if all do."""
+    low, high = 0, max(0, upper)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if reached(middle) <= there:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _moved(commit: Commit, position: int) -> Commit:
+    return replace(commit, state={**commit.state, "next_example": position})
+
+
+def _known_position(commit: Commit) -> int:
+    found = _position(commit.state)
+    assert found is not None
+    return found
 
 
 def _position(state: Json) -> int | None:

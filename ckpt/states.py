@@ -273,42 +273,35 @@ def state_of(
 
 @dataclass(frozen=True)
 class SpansOf:
-    """The examples that an iterator serves, counted one by one; see `ckpt.spans.Examples`.
+    """The examples that an iterator serves in batches of any size; see `ckpt.spans.Examples`.
 
-    An iterator whose `span` takes no `batch_size` can only count in batches of its own.
+    An iterator whose `span` takes no `batch_size` can only tell those of its own.
     """
 
     name: str
     iterator: Skipping
 
-    @property
-    def unit(self) -> int:
-        """Only multiples of it can be asked for."""
-        takes = inspect.signature(self.iterator.span).parameters
-        return 1 if "batch_size" in takes else self.iterator.batch_size
-
-    def after(
-        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
+    def span(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]], size: int
     ) -> Iterable[tuple[int, int]]:
         """Raises Misuse: it cannot tell."""
-        unit = self.unit
-        if first % unit or stop % unit:
+        if size == self.iterator.batch_size:
+            return self.iterator.span(state, first, stop, skips)
+        if "batch_size" not in inspect.signature(self.iterator.span).parameters:
             raise Misuse(
-                f"data {self.name!r}: the batch size was another one at that time, and `span` of "
-                f"{type(self.iterator).__name__} counts in batches of {unit} only; give it a "
-                "keyword batch_size"
+                f"data {self.name!r}: the batch size is not known to have been "
+                f"{self.iterator.batch_size} at that time, and `span` of "
+                f"{type(self.iterator).__name__} knows no other; give it a keyword batch_size"
             )
-        if unit > 1:
-            return self.iterator.span(state, first // unit, stop // unit, skips)
-        return self.iterator.span(state, first, stop, skips, batch_size=1)
+        return self.iterator.span(state, first, stop, skips, batch_size=size)
 
-    def reached(self, state: Json, count: int, skips: Sequence[tuple[int, int]]) -> int | None:
-        """The position that so many examples later was saved."""
-        if count == 0:
-            return cast(int, state["next_example"])
-        if isinstance(self.iterator, Positioned) and self.unit == 1:
-            return self.iterator.position_after(state, count, skips, batch_size=1)
-        spans = list(self.after(state, 0, count, skips))
+    def after(
+        self, state: Json, batches: int, skips: Sequence[tuple[int, int]], size: int
+    ) -> int | None:
+        """The position so many batches later, at least one."""
+        if isinstance(self.iterator, Positioned):
+            return self.iterator.position_after(state, batches, skips, batch_size=size)
+        spans = list(self.span(state, 0, batches, skips, size))
         return int(spans[-1][1]) if spans else None
 
 

@@ -209,23 +209,23 @@ def examples(store: Store, listing: Listing, line: Lineage, batches: range) -> d
 class _Saved:
     """The examples that follow a saved state of datapipe."""
 
-    unit: int = 1
-
-    def after(
-        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]]
+    def span(
+        self, state: Json, first: int, stop: int, skips: Sequence[tuple[int, int]], size: int
     ) -> Iterable[tuple[int, int]]:
-        plan, at = self._plan(state, skips)
+        plan, at = self._plan(state, skips, size)
         return plan.addresses(plan.span(at, first, stop))
 
-    def reached(self, state: Json, count: int, skips: Sequence[tuple[int, int]]) -> int | None:
-        plan, at = self._plan(state, skips)
-        return plan.advance(at, count)
+    def after(
+        self, state: Json, batches: int, skips: Sequence[tuple[int, int]], size: int
+    ) -> int | None:
+        plan, at = self._plan(state, skips, size)
+        return plan.advance(at, batches)
 
-    def _plan(self, state: Json, skips: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
+    def _plan(self, state: Json, skips: Sequence[tuple[int, int]], size: int) -> tuple[Plan, int]:
         saved = State.from_json(state)
         # Which record stands where is not asked, so any seed will do.
         order = Examples(segments_of(saved.identity["segments"]), seed=0)
-        return Plan(order, 1).skipping([*saved.skips, *skips]), saved.next_example
+        return Plan(order, size).skipping([*saved.skips, *skips]), saved.next_example
 
 
 def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:
