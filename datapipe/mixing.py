@@ -9,6 +9,7 @@ one, and where a far-away example comes from costs what a near one costs.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,10 +69,14 @@ class Mixture:
                 f"wanted up to 1000 weights with a sum above 0, found {len(weights)}: "
                 f"{list(weights)[:8]}"
             )
-        shares = [weight / total for weight in weights]
+        # What is not 0 stays so, be it ever so little.
+        shares = [weight and max(weight / total, sys.float_info.min) for weight in weights]
         for size in range(1, BLOCK + 1):
             counts = [round(share * size) for share in shares]
-            near = (abs(c - s * size) <= _EXACT * size for c, s in zip(counts, shares, strict=True))
+            near = (
+                abs(c - s * size) <= _EXACT * size and (c > 0) == (s > 0)
+                for c, s in zip(counts, shares, strict=True)
+            )
             if sum(counts) == size and all(near):
                 return _in_lowest_terms(counts)
         return _in_lowest_terms(_apportioned(shares))

@@ -7,7 +7,7 @@
      "skips": [25600, 1024],                       never to be served: gap, length, gap, ...
      "segments": [{"first": 0, "items": [10000, 500], "counts": [3, 1]}],
      "plan": {"version": 1, "permutation": 1, "seed": 17, "shuffle": "global"},
-     "sources": {"web": {"fingerprint": "...", "records": 10000, ...}, "code": {...}},
+     "sources": [["web", {"fingerprint": "...", "records": 10000, ...}], ["code", {...}]],
      "transforms": ["map 1", "random_map 2"]}
 
 It counts examples of the whole run, so that it is the same for any number of processes, threads
@@ -118,7 +118,7 @@ def identity(
             "seed": order.seed,
             "shuffle": order.shuffle,
         },
-        "sources": {name: _condensed(found) for name, found in fingerprints.items()},
+        "sources": [[name, _condensed(found)] for name, found in fingerprints.items()],
         "transforms": list(transforms),
     }
 
@@ -131,11 +131,12 @@ def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for name in sorted({*saved["plan"], *mine["plan"]}):
         _compare(lines, f"plan.{name}", saved["plan"].get(name), mine["plan"].get(name))
-    _compare(lines, "sources", [*saved["sources"]], [*mine["sources"]])
-    for source in sorted({*saved["sources"]} & {*mine["sources"]}):
-        old, new = saved["sources"][source], mine["sources"][source]
-        for name in sorted({*old, *new}):
-            _compare(lines, f"sources.{source}.{name}", old.get(name), new.get(name))
+    before, now = dict(saved["sources"]), dict(mine["sources"])
+    _compare(lines, "sources", [*before], [*now])
+    for source in sorted({*before} & {*now}):
+        for name in sorted({*before[source], *now[source]}):
+            there, here = before[source].get(name), now[source].get(name)
+            _compare(lines, f"sources.{source}.{name}", there, here)
     old, new = saved["segments"][-1], mine["segments"][-1]
     for name in ("items", "counts"):
         _compare(lines, f"segment.{name}", old[name], new[name])
@@ -250,10 +251,15 @@ def segments_of(segments: Sequence[JSON]) -> tuple[Segment, ...]:
     )
 
 
-def _sources(value: object) -> JSON:
-    if not isinstance(value, Mapping) or not value:
-        raise Damaged(f"data state, sources: wanted an object, found {_short(value)}")
-    return {name: _flat(source, f"sources[{_short(name)}]") for name, source in value.items()}
+def _sources(value: object) -> list[Any]:
+    found: dict[str, JSON] = {}
+    for number, pair in enumerate(_list(value, "sources")):
+        where = f"sources[{number}]"
+        parts = _list(pair, where)
+        if len(parts) != 2 or not isinstance(parts[0], str) or parts[0] in found:
+            raise Damaged(f"data state, {where}: wanted a new name and an object, found {pair!r}")
+        found[parts[0]] = _flat(parts[1], where)
+    return [[name, source] for name, source in found.items()]
 
 
 def _flat(value: object, where: str) -> JSON:
