@@ -42,6 +42,7 @@ from ckpt.slot_files import (
 )
 from ckpt.wording import counted
 
+MOST_SLOTS = 1000
 _log = logging.getLogger("ckpt")
 _POLL_S = 0.02
 
@@ -112,8 +113,8 @@ class Arena:
         frees_stale: bool = False,
         when_fewer: Callable[[int], None] = lambda slots: None,
     ) -> None:
-        if not 1 <= slots <= 1000:
-            raise Misuse(f"slots: wanted 1 to 1000, found {slots}")
+        if not 1 <= slots <= MOST_SLOTS:
+            raise Misuse(f"slots: wanted 1 to {MOST_SLOTS}, found {slots}")
         self.directory = Path(directory).absolute()
         self.slots = slots
         """How many slots `claim` uses; fewer than were wanted where there is no room for them. With

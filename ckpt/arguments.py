@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +33,58 @@ def whole_number(value: Any, name: str, least: int = 1) -> int:
     if number < least:
         raise Misuse(f"{name}: wanted a whole number from {least} on, found {shown(value)}")
     return number
+
+
+_LONGEST_S = 1e8
+"""Three years; the longest that some systems can wait is not much more."""
+
+
+def seconds(value: Any, name: str) -> float:
+    """How long to wait at most: above 0, and no more than three years.
+
+    Raises:
+        Misuse: it is something else.
+    """
+    number = _real(value)
+    if number is None or not 0 < number <= _LONGEST_S:
+        raise Misuse(
+            f"{name}: wanted seconds, above 0 and at most {_LONGEST_S:,.0f}, found {shown(value)}"
+        )
+    return number
+
+
+def patience(value: Any, name: str) -> float:
+    """Seconds from 0 on; infinity is as good. Raises Misuse for anything else."""
+    number = _real(value)
+    if number is None or not number >= 0:
+        raise Misuse(f"{name}: wanted seconds, found {shown(value)}")
+    return number
+
+
+def time_limit(value: Any, name: str) -> float | None:
+    """How long a call may take: below 0, what is left of an earlier limit, is 0; None is for ever,
+    and so is anything above three years.
+
+    Raises:
+        Misuse: it is no number, or none that can be compared.
+    """
+    if value is None:
+        return None
+    number = _real(value)
+    if number is None or math.isnan(number):
+        raise Misuse(f"{name}: wanted seconds, or None to wait for ever, found {shown(value)}")
+    return None if number > _LONGEST_S else max(0.0, number)
+
+
+def _real(value: Any) -> float | None:
+    """A number of Python or NumPy; None for anything else, be it a truth value."""
+    number: Any = value if isinstance(value, numbers.Real) else None
+    if number is None or isinstance(number, bool):
+        return None
+    try:
+        return float(number)
+    except OverflowError:  # a whole number, or a fraction
+        return math.inf if number > 0 else -math.inf
 
 
 def check_step_number(step: Any) -> int:

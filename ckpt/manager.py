@@ -10,11 +10,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
 
 from ckpt import candidates, log, states
-from ckpt.arguments import check_step_number, must_be, whole_number
+from ckpt.arena import MOST_SLOTS
+from ckpt.arguments import check_step_number, must_be, seconds, time_limit, whole_number
 from ckpt.backend import WriterKind
 from ckpt.errors import CheckpointError, Misuse
 from ckpt.fit import EXACT, Fit
@@ -27,7 +27,7 @@ from ckpt.retention import Best
 from ckpt.saves import Saves
 from ckpt.start import Wish, batches_of
 from ckpt.status import Status
-from ckpt.store import Store, open_store
+from ckpt.store import Store, local_path, open_store
 from ckpt.tenure import Tenure
 from ckpt.tiers import Tier, Tiers
 
@@ -93,14 +93,14 @@ class CheckpointManager:
         self._background = Background()
         self.processes: Processes = of_run(self._store.location)
         """Who takes part in the run, and the board on which they talk."""
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s = seconds(timeout_s, "CheckpointManager: timeout_s")
         self._saves = Saves(
             self.tiers,
             self._stores,
             self.processes,
             self._background,
             slots=self.tiers.least_slots if slots is None else slots,
-            arena=Path(arena) if arena is not None else None,
+            arena=None if arena is None else local_path(arena, "CheckpointManager: arena"),
             writer=writer,
             timeout_s=timeout_s,
         )
@@ -360,12 +360,13 @@ class CheckpointManager:
     @_one_at_a_time
     def note(self, event: Mapping[str, Json]) -> None:
         """A line of the trainer's own for the log of the attempt; "event" says what it is."""
+        must_be(event, Mapping, "event", "a JSON object such as {'event': 'evaluated'}")
         self._tenure.begin()
         self._saves.note(states.as_json(dict(event), "event"))
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Block until all saves are durable. Raises what went wrong in the background."""
-        self._background.wait(timeout)
+        self._background.wait(time_limit(timeout, "timeout"))
         with self._lock:
             self._tenure.raise_background_errors()
 
@@ -417,7 +418,9 @@ def _close_quietly(reference: weakref.ref[CheckpointManager]) -> None:
 
 def _check_options(slots: Any, writer: Any, busy: Any) -> None:
     if slots is not None:
-        whole_number(slots, "CheckpointManager: slots")
+        number = whole_number(slots, "CheckpointManager: slots")
+        if number > MOST_SLOTS:
+            raise Misuse(f"CheckpointManager: slots: wanted at most {MOST_SLOTS}, found {number}")
     for name, value, wanted in (
         ("writer", writer, ("process", "thread")),
         ("busy", busy, ("wait", "skip")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt import layout, states
@@ -190,6 +190,8 @@ def rewind(
     check_step_number(to)
     branch = None if branch is None else whole_number(branch, "branch", least=0)
     must_be(reason, str, "reason", "text")
+    if skips is not None:
+        must_be(skips, Mapping, "skips", "half-open ranges by the name of the iterator")
     for name in skips or {}:
         must_be(name, str, "skips: the name of an iterator", "text")
     reader = open(location)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from ckpt.arguments import time_limit
 from ckpt.errors import Misuse, Superseded
 
 SNAPSHOT = "snapshot"
@@ -56,9 +57,9 @@ class Pending:
             TimeoutError: not yet done after `timeout` seconds; the save goes on.
             CheckpointError: the save failed.
         """
-        wanted = self._wanted(tier)
+        wanted, limit_s = self._wanted(tier), time_limit(timeout, "timeout")
         with self._lock:
-            if not self._lock.wait_for(lambda: self._have_ended(wanted), timeout):
+            if not self._lock.wait_for(lambda: self._have_ended(wanted), limit_s):
                 late = ", ".join(name for name in wanted if name not in self._errors)
                 raise TimeoutError(
                     f"step {self.step}: not durable after {timeout} s; still writing to {late}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ckpt import attempts, layout, orbax_files, publishing, records, states
-from ckpt.arguments import check_step_number, must_be, whole_number
+from ckpt.arguments import check_step_number, must_be, time_limit, whole_number
 from ckpt.attempts import Listing
 from ckpt.errors import Damaged, Misuse, NotFound, StoreFailed
 from ckpt.fit import EXACT, Fit
@@ -191,6 +191,7 @@ class Reader:
 
     def manifest(self, step: StepId) -> Manifest:
         """Manifest of a committed step."""
+        must_be(step, StepId, "step", "a StepId, such as `find` gives")
         return read_manifest(self.store, step)
 
     def metadata(self, step: int | None = None) -> Metadata:
@@ -306,6 +307,7 @@ class Reader:
         loading: Loading = DEFAULT,
     ) -> Restored:
         """One committed step, whether it belongs to the lineage or not. Raises as `restore`."""
+        must_be(step, StepId, "step", "a StepId, such as `find` gives")
         template = Template(like, fit, loading, data)
         with of_tree(self.store.location, like).matter("restore") as matter:
             restored = matter.vote("step", lambda: self._read(step, template))
@@ -324,7 +326,8 @@ class Reader:
         Raises TimeoutError.
         """
         known = self.latest_step() if after is None else whole_number(after, "after", least=-1)
-        end = None if timeout is None else time.monotonic() + timeout
+        limit_s = time_limit(timeout, "timeout")
+        end = None if limit_s is None else time.monotonic() + limit_s
         while True:
             newest = self.latest_step()
             if newest is not None and (known is None or newest > known):

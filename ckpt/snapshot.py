@@ -122,7 +122,7 @@ def about_bytes(tree: Any) -> int:
     """Roughly the size of this process's image of a tree: its share, if arrays are evenly owned."""
     try:
         leaves = jax.tree.leaves(tree)
-    except ValueError:
+    except (TypeError, ValueError):
         return 0  # keys of several types, which JAX does not flatten; the first save will tell
     total = 0.0
     for leaf in leaves:

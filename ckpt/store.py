@@ -222,13 +222,13 @@ def open_store(location: str | os.PathLike[str]) -> Store:
     return FileStore(text)
 
 
-def absolute_location(location: Any) -> str:
+def absolute_location(location: Any, name: str = "location") -> str:
     """The absolute path that a path or a `file://` URL means; other URLs as they are.
 
     Raises:
         Misuse: no text, or no path.
     """
-    text = check_location(location)
+    text = check_location(location, name)
     if text.startswith("file://"):
         path = text.removeprefix("file://")
     elif "://" in text:
@@ -236,17 +236,25 @@ def absolute_location(location: Any) -> str:
     else:
         path = os.path.expanduser(text)
     if not path:
-        raise Misuse(f"location {text!r}: wanted a path; '.' is this directory")
+        raise Misuse(f"{name} {text!r}: wanted a path; '.' is this directory")
     return os.path.abspath(path)
 
 
-def check_location(location: Any) -> str:
+def local_path(place: Any, name: str) -> Path:
+    """The absolute path that an argument names. Raises Misuse for a bucket, and for no path."""
+    text = absolute_location(place, name)
+    if "://" in text:
+        raise Misuse(f"{name} {text!r:.200}: wanted a path on this host")
+    return Path(text)
+
+
+def check_location(location: Any, name: str = "location") -> str:
     """The text of a location. Raises Misuse for what is no text, or cannot be a path."""
     text = os.fspath(location) if isinstance(location, os.PathLike) else location
     if not isinstance(text, str):
-        raise Misuse(f"location: wanted a path or URL as text, found {shown(location)}")
+        raise Misuse(f"{name}: wanted a path or URL as text, found {shown(location)}")
     if "\0" in text or not _has_bytes(text):
-        raise Misuse(f"location {text!r:.200}: wanted text without NUL that a path can hold")
+        raise Misuse(f"{name} {text!r:.200}: wanted text without NUL that a path can hold")
     return text
 
 

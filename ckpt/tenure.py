@@ -71,6 +71,7 @@ class Tenure:
     def start(self, wish: Wish) -> Restored:
         """Begin another attempt. Raises as `CheckpointManager.resume`."""
         check_how(wish.fit, wish.loading)  # before anything is claimed
+        tree.must_end(wish.like)
         with jax.profiler.TraceAnnotation("ckpt.restore"), self._matter() as matter:
             self._must_be_open()
             self.finish_attempt()

@@ -7,13 +7,12 @@ run: it has the records that say which steps count.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckpt.arguments import must_be, shown, whole_number
+from ckpt.arguments import must_be, patience, whole_number
 from ckpt.errors import Misuse
 from ckpt.retention import Keep
 from ckpt.store import absolute_location
@@ -95,14 +94,8 @@ def _check(tier: Durable, kind: str) -> None:
     absolute_location(tier.location)
     whole_number(tier.every, f"{kind}: every")
     must_be(tier.keep, Keep, f"{kind}: keep", "ckpt.Keep(...), such as Keep(last=3)")
-    patience_s = tier.patience_s
-    if patience_s is not None and (
-        isinstance(patience_s, bool)
-        or not isinstance(patience_s, int | float)
-        or math.isnan(patience_s)
-        or patience_s < 0
-    ):
-        raise Misuse(f"{kind}: patience_s: wanted seconds, found {shown(patience_s)}")
+    if tier.patience_s is not None:
+        patience(tier.patience_s, f"{kind}: patience_s")
 
 
 def patience_of(tier: Durable) -> float:

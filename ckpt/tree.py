@@ -71,6 +71,10 @@ class Flat:
         return tuple(map(Leaf, (s.name for s in self.specs), self.values, self.specs))
 
 
+_SHOWN = 100
+"""Characters of the name of a node that is too deep."""
+
+
 def flatten(tree: Any, *, abstract: bool = False, known: Outline | None = None) -> Flat:
     """The leaves of `tree`, and a record from which `unflatten` builds it again.
 
@@ -99,6 +103,21 @@ def flatten(tree: Any, *, abstract: bool = False, known: Outline | None = None) 
     looked = looked or (None if abstract else look_at(tree))
     look = None if looked is None else looked[0]
     return Flat(Outline(structure, specs, tuple(walk.empties), look), walk.values)
+
+
+def must_end(tree: Any) -> None:
+    """A look at a tree that may be a template, far shorter than `flatten`.
+
+    Raises:
+        Unsupported: it contains itself, or is very deep; names the path.
+    """
+    try:
+        jax.tree.structure(tree)
+    except (RecursionError, SystemError):
+        flatten(tree, abstract=True)
+        raise
+    except (TypeError, ValueError):
+        pass  # keys of several types
 
 
 def unflatten(structure: Any, values: Sequence[Any]) -> Any:
@@ -236,9 +255,10 @@ class _Walk:
 def _split(node: Any, name: str, depth: int) -> Any:
     parts = split(node, name)
     if parts is not None and depth > MAX_DEPTH:
+        shortened = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
         raise Unsupported(
-            f"{place(name)}: wanted a tree of at most {MAX_DEPTH} levels, found a deeper one, or "
-            "one that contains itself"
+            f"{place(shortened)}: wanted a tree of at most {MAX_DEPTH} levels, found a deeper one, "
+            "or one that contains itself"
         )
     return parts
 

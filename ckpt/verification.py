@@ -22,7 +22,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt import attempts, commit, grid, image, layout, publishing, threads
-from ckpt.errors import CheckpointError, Damaged, NotFound, StoreFailed, Unsupported
+from ckpt.arguments import shown
+from ckpt.errors import (
+    CheckpointError,
+    Damaged,
+    Misuse,
+    NotFound,
+    StoreFailed,
+    Unsupported,
+)
 from ckpt.image import Header
 from ckpt.lineage import StepId, counts
 from ckpt.open_images import ImageReader
@@ -107,6 +115,10 @@ def verify(
         NotFound: neither run nor step. StoreFailed: the store did not answer.
         Unsupported: steps of Orbax only. Beside others they are passed over, and named.
     """
+    if progress is not None and not callable(progress):
+        raise Misuse(
+            f"progress: wanted a function of bytes done and bytes in all, found {shown(progress)}"
+        )
     try:
         place = resolve(location)
     except Damaged as error:

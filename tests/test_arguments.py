@@ -156,7 +156,7 @@ def test_steps_of_numpy_and_jax_are_steps(manager: Manager, step: Any) -> None:
         ckpt.metadata(f"{manager.location}/branch-1/0", step=1)
 
 
-@pytest.mark.parametrize("location", [5, None, b"runs", "a\0b", "a\ud800", ["a"]])
+@pytest.mark.parametrize("location", [5, None, b"runs", "", "file://", "a\0b", "a\ud800", ["a"]])
 def test_locations(location: Any) -> None:
     for call in (Manager, ckpt.Shared, ckpt.open, ckpt.restore, ckpt.metadata, ckpt.verify):
         with pytest.raises(ckpt.Misuse, match=r"^location"):
@@ -193,7 +193,118 @@ def test_options(make: Callable[[], Any], message: str) -> None:
     assert ckpt.Shared("k", every=np.int64(2), keep=ckpt.Keep(last=1)).every == 2
 
 
+@pytest.mark.parametrize("given", ["5", None, -1, 0, math.nan, math.inf, True, 10**400, [1]])
+def test_how_long_to_wait_for_others(tmp_path: Path, given: Any) -> None:
+    wanted = (
+        r"CheckpointManager: timeout_s: wanted seconds, above 0 and at most 100,000,000, found "
+    )
+    with pytest.raises(ckpt.Misuse, match=wanted):
+        ckpt.CheckpointManager(tmp_path / "run", timeout_s=given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_time_limits(manager: Manager) -> None:
+    pending = manager.save(1, LIKE)
+    assert pending is not None
+    reader = ckpt.open(manager.location)
+    calls: list[Callable[[Any], Any]] = [
+        manager.wait_until_finished,
+        lambda limit: pending.wait(timeout=limit),
+        lambda limit: reader.wait_for_new_step(0, timeout=limit),
+    ]
+    for call in calls:
+        for limit in ("x", True, math.nan, [1], 1j):
+            with pytest.raises(ckpt.Misuse, match="timeout: wanted seconds, or None to wait for"):
+                call(limit)
+        for limit in (None, math.inf, 1e300, 10**400, np.float32(60), np.int64(60)):
+            call(limit)
+    for limit in (0, -1, -math.inf, -(10**400)):  # what is left of a limit may be below 0
+        pending.wait(timeout=limit)
+        with pytest.raises(TimeoutError):
+            reader.wait_for_new_step(9, timeout=limit)
+
+
+@pytest.mark.parametrize("arena", [5, b"a", "", "a\0b", "s3://bucket/arena", "file://", ["a"]])
+def test_the_place_of_the_arena(tmp_path: Path, arena: Any) -> None:
+    with pytest.raises(ckpt.Misuse, match=r"^CheckpointManager: arena"):
+        ckpt.CheckpointManager(tmp_path / "run", arena=arena)
+
+
+def test_a_place_may_be_a_url_or_below_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for arena in (f"file://{tmp_path}/arena", "~/arena"):
+        with ckpt.CheckpointManager(tmp_path / "run", arena=arena) as manager:
+            manager.resume(like=LIKE)
+            assert (tmp_path / "arena/lock").exists()
+
+
+def test_slots() -> None:
+    for slots in (0, "2", True, 1.5):
+        with pytest.raises(ckpt.Misuse, match="CheckpointManager: slots: wanted a whole number"):
+            ckpt.CheckpointManager("k", slots=slots)
+    with pytest.raises(ckpt.Misuse, match="slots: wanted at most 1000, found 1001"):
+        ckpt.CheckpointManager("k", slots=1001)
+
+
+@pytest.mark.parametrize("event", ["x", 5, None, [("event", "x")]])
+def test_events(manager: Manager, event: Any) -> None:
+    with pytest.raises(ckpt.Misuse, match=r"event: wanted a JSON object such as .*, found "):
+        manager.note(event)
+
+
+# --- trees without an end ------------------------------------------------------------------------
+
+
+def _list_in_itself() -> Any:
+    tree: list[Any] = [1.0]
+    tree.append(tree)
+    return {"a": tree}
+
+
+def _dict_in_itself() -> Any:
+    tree: dict[str, Any] = {}
+    tree["a"] = tree
+    return tree
+
+
+def _very_deep() -> Any:
+    tree: Any = 1.0
+    for _ in range(50_000):
+        tree = {"a": tree}
+    return tree
+
+
+@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _very_deep])
+def test_trees_without_an_end(tmp_path: Path, manager: Manager, make: Callable[[], Any]) -> None:
+    tree = make()
+    fresh, arena = tmp_path / "fresh", tmp_path / "arena-2"
+    with ckpt.CheckpointManager(fresh, arena=arena) as other:
+        calls: list[Callable[[], Any]] = [
+            lambda: other.resume(like=tree),
+            lambda: manager.resume(like=tree),
+            lambda: manager.restore(0, like=tree),
+            lambda: manager.rewind(0, like=tree),
+            lambda: manager.save(1, tree),
+            lambda: ckpt.restore(manager.location, tree),
+            lambda: ckpt.save(tmp_path / "other", tree),
+        ]
+        for call in calls:
+            with pytest.raises(ckpt.Unsupported, match=r"node a/.*a deeper one, or .* itself") as e:
+                call()
+            assert len(str(e.value)) < 400
+        assert not fresh.exists(), "an attempt was begun for it"
+
+
 def test_others(manager: Manager) -> None:
+    with pytest.raises(ckpt.Misuse, match=r"skips: wanted half-open .* found str 'x'"):
+        ckpt.rewind(manager.location, 0, skips="x")
+    with pytest.raises(ckpt.Misuse, match=r"progress: wanted a function of .*, found 5"):
+        ckpt.verify(manager.location, progress=5)
+    for call in (ckpt.open(manager.location).restore_step, ckpt.open(manager.location).manifest):
+        with pytest.raises(ckpt.Misuse, match=r"step: wanted a StepId, .* found 0"):
+            call(0)
     with pytest.raises(ckpt.Misuse, match=r"best_step: policy: wanted .*, found str 'loss'"):
         manager.best_step("loss")
     with pytest.raises(ckpt.Misuse, match="after: wanted a whole number"):
