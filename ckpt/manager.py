@@ -62,8 +62,8 @@ class CheckpointManager:
             `Shared(path)`. The first Shared one is the home of the run, with its records.
         slots: snapshots that may be in memory at a time: by default 2, so that a save is copied
             while the one before is still being written, and what Memory keeps beside.
-        arena: directory of the slots, below which each of several processes has one of its own; by
-            default a private one in /dev/shm.
+        arena: directory of the slots, for this run alone, below which each of several processes has
+            one of its own; by default a private one in /dev/shm.
         writer: "process", one that outlives this one and finishes what lies in the arena, also
             when this one is told to end (SIGTERM) or is killed; or "thread", which ends with it.
         busy: what a save does that finds no free slot: "wait" for one, or "skip" this save, in all
