@@ -253,6 +253,27 @@ def test_what_is_left_out_since_was_served_before_the_border() -> None:
             assert found.covering == ()
 
 
+def test_batches_that_grow_within_one_attempt() -> None:
+    """What each commit tells; where one at a change is gone, all between its neighbours."""
+    run = Trained([2])
+    for _ in range(3):
+        for _ in range(4):
+            run.train(1)
+            run.save()
+        run.ramp()
+    ranges = [range(first, stop) for first in range(12) for stop in range(first + 1, 13)]
+    for batches in ranges:
+        found = run.held(batches)
+        assert (members(found.ranges), found.covering) == (run.examples(batches), ()), batches
+    for step in (4, 8):
+        del run.commits[StepId(step, 1, 1)]
+    unclear = {3, 4, 7, 8}
+    for batches in ranges:
+        found = run.held(batches)
+        assert run.examples(batches) <= members(found.ranges), batches
+        assert {batch for part in found.covering for batch in part} == unclear & {*batches}, batches
+
+
 def test_few_commits_are_looked_at() -> None:
     """Those of a bucket are far away."""
     run = Trained([8])
@@ -342,6 +363,25 @@ def test_a_commit_that_retention_took_from_the_border(tmp_path: Path) -> None:
         assert m.all_steps()[:2] == [10, 20]
         m.rewind(10, skip_steps=range(13, 16), data=data)
     assert data.plan.skipped == [(96, 116)]
+
+
+def test_each_of_several_iterators_is_counted_with_its_own_sizes(tmp_path: Path) -> None:
+    skipped = {}
+    for sizes, steps in (((8, 3), range(1, 9)), ((6, 5), range(9, 12))):
+        data = dict(zip(("text", "images"), map(iterator, sizes), strict=True))
+        with manager(tmp_path) as m:
+            m.resume(data=data)
+            for step in steps:
+                for each in data.values():
+                    next(each)
+                m.save(step, STATE, data=data)
+            m.wait_until_finished()
+            if steps.start == 9:
+                m.rewind(4, skip_steps=range(8, 10), data=data)
+                skipped = {name: each.plan.skipped for name, each in data.items()}
+        for each in data.values():
+            each.close()
+    assert skipped == {"text": [(56, 70)], "images": [(21, 29)]}
 
 
 def test_a_guard_leaves_out_what_was_served_before_the_change(tmp_path: Path) -> None:
