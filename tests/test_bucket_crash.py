@@ -138,6 +138,7 @@ def start_and_save(m: ckpt.CheckpointManager) -> None:
 
 def rewind_and_save(m: ckpt.CheckpointManager) -> None:
     m.rewind(2)
+    m._saves.settle()
     save_in_turn(m, [3, 4])
 
 
