@@ -137,7 +137,6 @@ class Arena:
         is_here = any(arena.directory == self.directory for arena in list(_live))
         owned = own(self.directory, owner, is_here=is_here)
         self._lock_fd, self._directory_fd = owned.lock_fd, owned.directory_fd
-        self._made = owned.made
         self._files = SlotFiles(self.directory, self._directory_fd)
         _live.add(self)
         try:
@@ -407,7 +406,7 @@ class Arena:
         self._maps.clear()
         try:
             if remove:
-                remove_files(self.directory, self._directory_fd, with_directory=self._made)
+                remove_files(self.directory, self._directory_fd)
             else:
                 self._give_back_lent()
         finally:

@@ -30,6 +30,7 @@ _LOCK_NAME = "lock"
 _FORMAT = "lastgood arena 1"
 _WRITTEN_WITHIN_S = 60.0
 _DYING_S = 5.0  # the kernel frees the memory of a killed process before it drops its locks
+_MADE = stat.S_ISVTX  # of a directory made for an arena; unlike a file in it, never there too late
 _EXITING = 0x4  # a flag of the kernel, in the ninth field of /proc/<pid>/stat
 KEPT_S = 6 * 3600.0
 """How long the arena of a dead run is left for somebody who may come back for it."""
@@ -156,8 +157,7 @@ def _each_stale(
                 if remove is None:
                     yield found
                 elif remove(found):
-                    is_made = owner.get("made") is not False
-                    remove_files(directory, directory_fd, with_directory=is_made)
+                    remove_files(directory, directory_fd)
                     yield found
         finally:
             os.close(lock_fd)
@@ -191,9 +191,6 @@ class Owned:
 
     lock_fd: int
     directory_fd: int
-    made: bool
-    """Whether the directory is there for the arena only, so that it goes with it: it was made by
-    this owner, or by one before."""
 
 
 def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> Owned:
@@ -206,11 +203,10 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> Owned:
         StoreFailed: it cannot be made, or is not private to this user.
     """
     error = None
-    made = _is_default(directory)
     for _ in range(100):  # an owner that leaves may remove it between any two of these calls
         try:
-            made |= _make_private(directory)
-            found = _try_to_own(directory, owner, is_here=is_here, made=made)
+            _make_private(directory)
+            found = _try_to_own(directory, owner, is_here=is_here)
         except FileNotFoundError as absent:
             error = absent
             continue
@@ -219,9 +215,7 @@ def own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> Owned:
     raise StoreFailed(f"{directory}: cannot be made, or vanishes each time: {error}") from error
 
 
-def _try_to_own(
-    directory: Path, owner: dict[str, Any], *, is_here: bool, made: bool
-) -> Owned | None:
+def _try_to_own(directory: Path, owner: dict[str, Any], *, is_here: bool) -> Owned | None:
     """None when the directory was removed meanwhile; nothing stays open then, or after an error."""
     with contextlib.ExitStack() as opened:
         directory_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -229,7 +223,13 @@ def _try_to_own(
         lock_fd = open_file(directory, directory_fd, _LOCK_NAME, os.O_RDWR | os.O_CREAT)
         opened.callback(os.close, lock_fd)
         if not (_patiently(lock_fd) or (not is_here and _after_a_death(lock_fd))):
-            text = _describe(_read_owner(lock_fd))
+            other = _read_owner(lock_fd)
+            text = _describe(other)
+            if "run" in other and other["run"] != owner.get("run"):
+                raise InUse(
+                    f"{directory} is held by a live manager of another run: {text}; the arenas of "
+                    "two runs need two directories"
+                )
             if is_here:
                 raise InUse(
                     f"{directory} is held by another manager of this run in this process: {text}; "
@@ -241,12 +241,11 @@ def _try_to_own(
             )
         if not _is_current(lock_fd, directory, directory_fd):
             return None
-        made = made or _parse_owner(lock_fd).get("made") is True
-        text = _owner_text({"made": made, **owner})
+        text = _owner_text(owner)
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, text.encode(), 0)
         opened.pop_all()
-        return Owned(lock_fd, directory_fd, made)
+        return Owned(lock_fd, directory_fd)
 
 
 def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
@@ -260,27 +259,19 @@ def _is_current(lock_fd: int, directory: Path, directory_fd: int) -> bool:
     )
 
 
-def _is_default(directory: Path) -> bool:
-    """Whether it lies where `default_directory` has all of them, and nobody has his own."""
-    return directory.parent.name == _default_parent()
-
-
 def _default_parent() -> str:
     return f"lastgood-{os.getuid()}"
 
 
-def _make_private(directory: Path) -> bool:
+def _make_private(directory: Path) -> None:
     """Make it, or check that it is ours alone; `FileNotFoundError` when it was just removed.
 
-    Returns whether it was made.
+    One that is made here bears `_MADE`.
     """
-    made = False
     try:
-        for ancestor in (*reversed(directory.parents), directory):
-            with contextlib.suppress(FileExistsError):
-                if not ancestor.exists():
-                    ancestor.mkdir(mode=0o700)
-                    made = ancestor == directory
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700 | _MADE)
         found = os.lstat(directory)
     except FileNotFoundError:
         raise
@@ -291,15 +282,17 @@ def _make_private(directory: Path) -> bool:
             f"{directory}: wanted a directory of user {os.geteuid()} with mode 0700, found "
             f"{stat.filemode(found.st_mode)} of user {found.st_uid}; remove it or give another"
         )
-    return made
 
 
-def remove_files(directory: Path, directory_fd: int, *, with_directory: bool) -> None:
-    """Delete the arena's files, the lock last, while the lock is held; and its directory."""
+def remove_files(directory: Path, directory_fd: int) -> None:
+    """Delete the arena's files, the lock last, while the lock is held.
+
+    And the directory, when it was made for an arena and is empty then.
+    """
     for name in (*map(slot_name, slot_numbers(directory_fd)), _LOCK_NAME):
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # no file of ours is one
             os.unlink(name, dir_fd=directory_fd)
-    if with_directory:
+    if os.fstat(directory_fd).st_mode & _MADE:
         with contextlib.suppress(OSError):  # something foreign lies in it: not ours to delete
             directory.rmdir()
 

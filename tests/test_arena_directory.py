@@ -10,7 +10,8 @@ from arena_slots import OWNER, put
 
 import ckpt
 from ckpt.arena import Arena
-from ckpt.owning import default_directory, remove_stale
+from ckpt.errors import InUse
+from ckpt.owning import _make_private, remove_stale
 
 STATE = {"w": np.zeros(3)}
 
@@ -43,12 +44,20 @@ def test_who_frees_what_the_dead_left_does_likewise(tmp_path: Path, is_there: bo
     assert not is_there or not list(place.iterdir())
 
 
-def test_in_the_default_place_nothing_stays(tmp_path: Path) -> None:
-    """There an owner that was killed right after it made it left no word."""
-    place = default_directory(str(tmp_path), 0)
-    place.mkdir(mode=0o700)
+def test_made_by_one_who_was_killed_right_after(tmp_path: Path) -> None:
+    place = tmp_path / "arena"
+    _make_private(place)
     Arena(place, owner=OWNER).close(remove=True)
     assert not place.exists()
+
+
+def test_two_runs_need_two_directories(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "arena", owner={"run": "runs/a"})
+    with pytest.raises(InUse, match=r"manager of another run: .* run runs/a, .* two directories"):
+        Arena(tmp_path / "arena", owner={"run": "runs/b"})
+    with pytest.raises(InUse, match="another manager of this run in this process"):
+        Arena(tmp_path / "arena", owner={"run": "runs/a"})
+    arena.close(remove=True)
 
 
 def test_a_manager_leaves_the_directory_that_was_given(tmp_path: Path) -> None:

@@ -106,13 +106,14 @@ def test_what_memory_still_has_room_for_stays(
 def test_a_start_with_room_for_the_slot_it_finds_goes_on(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, waits_briefly: None
 ) -> None:
-    Place(monkeypatch, tmp_path / "arena", 5 * MIB)
+    Place(monkeypatch, tmp_path / "arena", 3 * MIB)  # a slot that is made for `like` takes 2
     tiers = (ckpt.Memory(), ckpt.Shared(tmp_path / "run", every=2, patience_s=0))
     for start in range(3):
         with ckpt.CheckpointManager(*tiers, timeout_s=20, **options) as m:
             assert m.resume(like=state_of(0)).step == 3 * start
             for step in range(3 * start + 1, 3 * start + 4):
                 m.save(step, state_of(step))
+            assert m.status().slots == 1
     assert ckpt.open(tmp_path / "run").all_steps() == [2, 3, 4, 6, 8, 9]
 
 

@@ -197,7 +197,7 @@ class Drill:
             if (number := layout.parse_decision_name(name)) is not None
         )
         if not records:
-            return 0, set()
+            return 0
         head = json.loads((self.root / "attempts" / records[-1][1]).read_bytes())
         branch = self.root / f"branch-{head['branch']}"
         numbers = (layout.parse_step_name(name) for name in _names(branch))

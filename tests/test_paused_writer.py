@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,18 @@ def disturb(root: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> str | None
 
 def told_nothing(old: ckpt.CheckpointManager, told: Path) -> bool:
     """Everything is done, be it in the log: the writer will make no further change."""
-    try:
-        old._saves.settle()
-    except ckpt.CheckpointError:
-        return False
-    return not told.exists()
+    settled = threading.Event()
+
+    def settle() -> None:
+        with contextlib.suppress(ckpt.CheckpointError):
+            old._saves.settle()
+            settled.set()
+
+    asking = threading.Thread(target=settle, daemon=True)  # no answer comes while it is stopped
+    asking.start()
+    while asking.is_alive() and not told.exists():
+        asking.join(0.005)
+    return settled.is_set() and not told.exists()
 
 
 def test_a_writer_that_was_paused_at_any_write_changes_nothing(
