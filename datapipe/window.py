@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe import epochs as by_epoch
 from datapipe.plan import Plan
 from datapipe.stack import objects, stack
 from datapipe.transform import Transform, generator
@@ -41,9 +42,13 @@ class _Rows(NamedTuple):
     epochs: NDArray[np.int64]
     records: NDArray[np.int64]
 
+    def of(self, source: int) -> _Rows:
+        """Those of one source."""
+        return _Rows(*(each[self.sources == source] for each in self))
+
 
 class _Read(NamedTuple):
-    """Records of one source as read: `raw[i]` is record `wanted[i]`; `wanted` is sorted."""
+    """Records of one source as read: `raw[i]` is that of key `wanted[i]`; `wanted` is sorted."""
 
     wanted: NDArray[np.int64]
     raw: Batch
@@ -113,10 +118,9 @@ class Window:
 
     def _read_together(self, batches: Sequence[_Rows]) -> _Reads | None:
         """None where that failed: each batch then reads alone, and the one at fault says so."""
-        sources = np.concatenate([rows.sources for rows in batches])
-        records = np.concatenate([rows.records for rows in batches])
+        rows = _Rows(*(np.concatenate(each) for each in zip(*batches, strict=True)))
         try:
-            return _read(self._recipe, sources, records)
+            return _read(self._recipe, rows)
         except Exception:
             return None
 
@@ -124,18 +128,18 @@ class Window:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def _read(recipe: Recipe, sources: NDArray[np.int64], records: NDArray[np.int64]) -> _Reads:
+def _read(recipe: Recipe, rows: _Rows) -> _Reads:
     if len(recipe.sources) == 1:
-        return {0: _read_source(recipe.sources[0], records)}
+        return {0: _read_source(recipe.sources[0], rows)}
     return {
-        number: _read_source(recipe.sources[number], records[sources == number])
-        for number in np.unique(sources).tolist()
+        number: _read_source(recipe.sources[number], rows.of(number))
+        for number in np.unique(rows.sources).tolist()
     }
 
 
-def _read_source(source: Source, records: NDArray[np.int64]) -> _Read:
-    wanted = np.unique(records)
-    raw = source.read(wanted)
+def _read_source(source: Source, rows: _Rows) -> _Read:
+    wanted = np.unique(by_epoch.keys(source, rows.records, rows.epochs))
+    raw = by_epoch.read(source, wanted)
     lengths = {len(raw)} if isinstance(raw, list) else {len(column) for column in raw.values()}
     if lengths != {wanted.size}:
         raise Misuse(
@@ -148,9 +152,9 @@ def _read_source(source: Source, records: NDArray[np.int64]) -> _Read:
 def _read_alone(recipe: Recipe, rows: _Rows) -> _Reads:
     found: _Reads = {}
     for number in np.unique(rows.sources).tolist():
-        some = _Rows(*(each[rows.sources == number] for each in rows))
+        some = rows.of(number)
         try:
-            found[number] = _read_source(recipe.sources[number], some.records)
+            found[number] = _read_source(recipe.sources[number], some)
         except Exception as error:
             blamed = _blame(recipe.sources[number], some, error)
             if blamed is None:
@@ -165,11 +169,12 @@ def _blame(source: Source, rows: _Rows, error: Exception) -> BadRecord | None:
         return _bad_record(source, rows, error.index, "cannot be read", error)
     if not _may_be_one_record(error):
         return None
-    for record in np.unique(rows.records).tolist():
+    _, firsts = np.unique(by_epoch.keys(source, rows.records, rows.epochs), return_index=True)
+    for row in firsts.tolist():
         try:
-            source.read(np.array([record], np.int64))
+            _read_source(source, _Rows(*(each[row : row + 1] for each in rows)))
         except Exception as found:
-            return _bad_record(source, rows, record, "cannot be read", found)
+            return _bad_row(source, rows, row, "cannot be read", found)
     return None
 
 
@@ -207,7 +212,8 @@ def _make(recipe: Recipe, rows: _Rows, reads: _Reads) -> Any:
     at = np.empty(rows.records.size, np.int64)
     for number, read in reads.items():
         there = rows.sources == number
-        at[there] = np.searchsorted(read.wanted, rows.records[there])
+        keys = by_epoch.keys(recipe.sources[number], rows.records[there], rows.epochs[there])
+        at[there] = np.searchsorted(read.wanted, keys)
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
     if each:
         examples = [_example(recipe, each, rows, row, reads, at) for row in range(at.size)]

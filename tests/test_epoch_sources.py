@@ -1,0 +1,89 @@
+"""Sources whose items the epoch decides: read together over a border, blamed one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from memory_source import Records
+
+from datapipe import BadRecord, Pipeline
+from datapipe.epochs import EpochSource
+from formats.source import Spec
+
+
+class Turning(EpochSource):
+    """Item i of epoch e is `b"e:i"`; `calls` are the pairs of each read."""
+
+    def __init__(self, count, bad=()):
+        self.count = count
+        self.bad = set(bad)
+        self.calls = []
+
+    def __len__(self):
+        return self.count
+
+    def read_epochs(self, items, epochs):
+        pairs = list(zip(epochs.tolist(), items.tolist(), strict=True))
+        self.calls.append(pairs)
+        if self.bad & set(pairs):
+            raise RuntimeError("the decoder choked")
+        return [b"%d:%d" % pair for pair in pairs]
+
+    @property
+    def spec(self):
+        return Spec()
+
+    def fingerprint(self):
+        return {"format": "turning", "records": self.count, "digest": "turning"}
+
+    def where(self, index):
+        return f"turning, item {index}"
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_window_holds_the_items_of_several_epochs(window, prefetch):
+    source = Turning(5)
+    pipe = Pipeline(source, batch_size=4, seed=0, shuffle=False, epochs=4)
+    served = [row for batch in pipe.iterator(window=window, prefetch=prefetch) for row in batch]
+    assert served == [b"%d:%d" % divmod(example, 5) for example in range(20)]
+    assert all(call == sorted(set(call)) for call in source.calls)
+    assert sum(map(len, source.calls)) == 20
+
+
+def test_several_sources_in_one_batch():
+    pipe = Pipeline(
+        {"turning": Turning(3), "still": Records(6)},
+        batch_size=6,
+        seed=0,
+        shuffle=False,
+        epochs=2,
+        weights={"turning": 1, "still": 1},
+    )
+    served = [
+        row for batch in pipe.map(lambda record: {"r": record}, version="1") for row in batch["r"]
+    ]
+    there = [row for row in served if b":" in row]
+    assert there == [b"%d:%d" % divmod(example, 3) for example in range(6)]
+    plain = [row for batch in pipe for row in batch]
+    assert plain == served
+
+
+def test_a_read_by_itself_is_that_of_epoch_0():
+    assert Turning(4).read([2, 0]) == [b"0:2", b"0:0"]
+    assert Turning(4)[3] == b"0:3"
+
+
+def test_the_item_at_fault_is_that_of_its_epoch():
+    source = Turning(4, bad=[(1, 2)])
+    pipe = Pipeline(source, batch_size=4, seed=0, shuffle=False, epochs=3)
+    batches = pipe.iterator(prefetch=0, window=2)
+    assert next(batches).tolist() == [b"0:0", b"0:1", b"0:2", b"0:3"]
+    with pytest.raises(BadRecord, match=r"item 2.*choked.*example 6, in epoch 1") as caught:
+        next(batches)
+    assert caught.value.index == 2
+    batches.seek(8)
+    np.testing.assert_array_equal(next(batches), [b"2:%d" % item for item in range(4)])
