@@ -388,6 +388,7 @@ def test_sigterm_while_a_c_call_of_the_trainer_keeps_the_lock(tmp_path: Path) ->
 
 def test_a_writer_that_hangs_goes_after_the_grace(tmp_path: Path) -> None:
     with child(tmp_path / "run", "hang") as (process, writer):
+        must_say(process, "begun")
         process.kill()
         process.wait()
         assert not is_gone(writer)
