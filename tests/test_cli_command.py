@@ -256,7 +256,8 @@ def test_the_kinds_of_errors_are_in_the_help():
 
 def test_ctrl_c_is_quiet(original):
     code = (
-        "import tools.cli, tools.commands, time\n"
+        "import signal, tools.cli, tools.commands, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a job of `&`
         "def ls(*_, **__):\n    print('here', flush=True)\n    time.sleep(60)\n"
         "tools.commands.ls = ls\n"
         "tools.cli.main()"
