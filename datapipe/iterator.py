@@ -1,36 +1,21 @@
-"""The iterator: batches in order, a position that can be saved, a thread that works ahead.
+"""The iterator: batches in order, and a position that can be saved.
 
 What it hands out is decided by two values, the position and the skips; both belong to what was
-*delivered*. The queue of batches made ahead can be thrown away at any time and is: whoever moves
-the position or adds skips drops it, and it fills again from the new position.
+*delivered*. Whoever moves the position or adds skips drops what was made ahead (`datapipe.ahead`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import grain
 
 from datapipe import state as states
+from datapipe.ahead import Ahead
 from datapipe.plan import Plan
-from datapipe.window import Recipe, Window
 from formats.errors import Mismatch, Misuse
-
-if TYPE_CHECKING:
-    from datapipe.feed import Feed
-
-
-class _Ahead(NamedTuple):
-    """A batch that is being made."""
-
-    result: Callable[[], Any]  # waits for it, or makes it now
-    cancel: Callable[[], Any]
-    next_example: int  # the position once it is delivered
 
 
 class Iterator(grain.DatasetIterator[Any]):
@@ -41,28 +26,12 @@ class Iterator(grain.DatasetIterator[Any]):
     is a `DatasetIterator`; the same rule holds: one thread at a time.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        identity: states.JSON,
-        *,
-        feed: Feed | None,
-        prefetch: int,
-        window: int,
-        threads: int,
-    ) -> None:
+    def __init__(self, plan: Plan, identity: states.JSON, ahead: Ahead) -> None:
         super().__init__()
-        self._recipe = recipe
         self._plan = plan
         self._identity = identity
-        self._feed = feed
-        self._prefetch = prefetch
-        self._largest_window = window
-        self._threads = threads
+        self._ahead = ahead
         self._next_example = 0
-        self._queue: deque[_Ahead] = deque()
-        self._executor: ThreadPoolExecutor | None = None
         self._drop_ahead()
 
     # -- iterating -----------------------------------------------------------------------------
@@ -76,25 +45,21 @@ class Iterator(grain.DatasetIterator[Any]):
           Misuse: the iterator is closed.
         """
         self._refuse_closed()
-        self._fill(1)
-        if not self._queue:
-            raise StopIteration
-        ahead = self._queue[0]
         try:
-            batch = ahead.result()
+            ready = self._ahead.next()
         except Exception:
             self._drop_ahead()  # so that the next call tries again
             raise
-        # Only now: an interrupt while waiting loses nothing.
-        self._queue.popleft()
-        self._next_example = ahead.next_example
-        self._fill(self._prefetch)
-        return batch
+        if ready is None:
+            raise StopIteration
+        self._next_example = ready.next_example
+        self._ahead.start()
+        return ready.batch
 
     def start_prefetch(self) -> None:
         """Starts to make batches, if `prefetch` allows any, before the first one is asked for."""
         self._refuse_closed()
-        self._fill(self._prefetch)
+        self._ahead.start()
 
     def close(self) -> None:
         """Stops working ahead and waits for the threads. Only the state can be asked for then."""
@@ -215,47 +180,16 @@ class Iterator(grain.DatasetIterator[Any]):
         plan = self._plan.unskipped().skipping([*saved.skips, *skips])
         return saved, plan if batch_size is None else replace(plan, batch_size=batch_size)
 
-    # -- working ahead -------------------------------------------------------------------------
+    # -- within --------------------------------------------------------------------------------
 
     def _drop_ahead(self) -> None:
-        for ahead in self._queue:
-            ahead.cancel()
-        self._queue.clear()
-        self._planned_to = self._next_example
-        self._window: Window | None = None
-        self._window_used = 0
-        self._window_size = 1  # the first batch must not wait for a whole window to be read
-
-    def _fill(self, wanted: int) -> None:
-        while len(self._queue) < wanted:
-            if self._window is None or self._window_used == self._window.count:
-                rows = None if self._feed is None else self._feed.rows
-                size = self._window_size
-                window = Window(self._recipe, self._plan, self._planned_to, size, rows)
-                if window.count == 0:
-                    return
-                self._window, self._window_used = window, 0
-                self._window_size = min(2 * self._window_size, self._largest_window)
-            work = partial(_make, self._window, self._window_used, self._feed)
-            self._planned_to = self._window.position_after(self._window_used)
-            self._window_used += 1
-            self._queue.append(self._submit(work))
-
-    def _submit(self, work: Callable[[], Any]) -> _Ahead:
-        if self._prefetch == 0:
-            return _Ahead(work, _nothing, self._planned_to)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._threads, "datapipe")
-        future = self._executor.submit(work)
-        return _Ahead(future.result, future.cancel, self._planned_to)
+        self._ahead.restart(self._plan, self._next_example)
 
     def _shutdown(self, *, wait: bool) -> None:
         if getattr(self, "_closed", True):  # also where __init__ was never reached
             return
         super().close()
-        self._drop_ahead()
-        if self._executor is not None:
-            self._executor.shutdown(wait=wait, cancel_futures=True)
+        self._ahead.close(wait=wait)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -286,15 +220,3 @@ class Dataset(grain.IterDataset[Any]):
 
     def __str__(self) -> str:
         return "datapipe.Dataset"
-
-
-def _make(window: Window, index: int, feed: Feed | None) -> Any:
-    try:
-        batch = window.batch(index)
-    except StopIteration as error:  # from a function of the user: it would look like the end
-        raise RuntimeError("a function of the pipeline raised StopIteration") from error
-    return batch if feed is None else feed.place(batch)
-
-
-def _nothing() -> None:
-    """Nothing to cancel: the batch is made when it is asked for."""

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from datapipe.ahead import Ahead, Pace
 from datapipe.examples import Examples, Segment
 from datapipe.mixing import Mixture
 from datapipe.plan import Plan, Remainder
@@ -171,13 +172,7 @@ class Pipeline:
         """
         from datapipe.iterator import Iterator  # Grain takes a second to import
 
-        for name, value, least in (
-            ("prefetch", prefetch, 0),
-            ("window", window, 1),
-            ("threads", threads, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise Misuse(f"{name} must be an integer from {least} on, found {value!r}")
+        pace = Pace(prefetch=prefetch, window=window, threads=threads)
         feed = None
         if sharding is not None:
             from datapipe.feed import Feed
@@ -185,15 +180,9 @@ class Pipeline:
             if self.remainder == "keep":
                 raise Misuse("a short batch cannot be sharded: take remainder='carry' or 'drop'")
             feed = Feed(sharding, self.plan.batch_size)
-        return Iterator(
-            Recipe(tuple(self.sources.values()), self.transforms, self.plan.order.seed),
-            self.plan,
-            self.identity,
-            feed=feed,
-            prefetch=prefetch,
-            window=window,
-            threads=threads,
-        )
+        sources = tuple(self.sources.values())
+        recipe = Recipe(sources, self.transforms, self.plan.order.seed)
+        return Iterator(self.plan, self.identity, Ahead(recipe, feed, pace))
 
     def dataset(self, **options: Any) -> Dataset:
         """The pipeline as a `grain.IterDataset`, to put Grain's own transformations behind it.
