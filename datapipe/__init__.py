@@ -6,10 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datapipe.indexes import Kept
     from datapipe.iterator import Iterator
     from datapipe.permute import Permutation
     from datapipe.pipeline import Pipeline
     from datapipe.plan import Plan
+    from datapipe.scanning import Where
+    from datapipe.stages import Concatenate, Pack
     from formats.errors import (
         BadRecord,
         Damaged,
@@ -23,32 +26,40 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BadRecord": "formats.errors",
+    "Concatenate": "datapipe.stages",
     "Damaged": "formats.errors",
     "DataError": "formats.errors",
     "Iterator": "datapipe.iterator",
+    "Kept": "datapipe.indexes",
     "Mismatch": "formats.errors",
     "Misuse": "formats.errors",
     "NotFound": "formats.errors",
+    "Pack": "datapipe.stages",
     "Permutation": "datapipe.permute",
     "Pipeline": "datapipe.pipeline",
     "Plan": "datapipe.plan",
     "StoreFailed": "formats.errors",
     "Unsupported": "formats.errors",
+    "Where": "datapipe.scanning",
 }
 
 __all__ = [
     "BadRecord",
+    "Concatenate",
     "Damaged",
     "DataError",
     "Iterator",
+    "Kept",
     "Mismatch",
     "Misuse",
     "NotFound",
+    "Pack",
     "Permutation",
     "Pipeline",
     "Plan",
     "StoreFailed",
     "Unsupported",
+    "Where",
 ]
 
 

@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe.streams import Shuffle
 from formats.source import Batch, Source
 
 
@@ -17,6 +18,10 @@ class EpochSource(Source):
 
     It has an order of its own in each epoch, and is served as it stands.
     """
+
+    @abc.abstractmethod
+    def shuffled(self, shuffle: Shuffle, seed: int, number: int) -> EpochSource:
+        """The same with that order in its epochs; `number` tells apart sources under one seed."""
 
     @abc.abstractmethod
     def read_epochs(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:

@@ -131,6 +131,21 @@ class Permutation:
         return values
 
 
+@dataclass(frozen=True)
+class Stored:
+    """[0, n) as it stands: the order of what is not shuffled."""
+
+    n: int
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """The positions themselves; fresh int64, same shape."""
+        return fresh_indices(positions, self.n)
+
+    def inverse(self, records: ArrayLike) -> NDArray[np.int64]:
+        """The records themselves; fresh int64, same shape."""
+        return fresh_indices(records, self.n)
+
+
 def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:
     """A C-ordered int64 copy, same shape.
 

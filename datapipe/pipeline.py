@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Iterator as _Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from datapipe.ahead import Ahead, Pace
+from datapipe.epochs import EpochSource
 from datapipe.examples import Examples, Segment
 from datapipe.mixing import Mixture
+from datapipe.numbers import integer
 from datapipe.plan import Plan, Remainder
+from datapipe.provenance import Held, held, holding
+from datapipe.stages import Filter, Packing, staged
 from datapipe.state import JSON, identity
 from datapipe.streams import SHUFFLES, Shuffle
 from datapipe.transform import Transform, extended
@@ -48,11 +52,18 @@ class Pipeline:
       remainder: what becomes of the end of an epoch: "carry": batches run on into the next epoch,
         and a short one at the very end is left out; "keep": every epoch ends with a short batch;
         "drop": what is left over of an epoch is not served.
+      filter: which records are left, as a `Where` or several that must all hold, a `Kept`, or the
+        path of a sidecar that `ckpt data index` has written; by name for some of several sources.
+      pack: how documents become rows of tokens, as a `Pack` or a `Concatenate`; by name for some
+        of several sources. Examples are rows then, of `tokens`, `segment_ids` and `positions`.
       weights: of several sources, by name, of any scale; by default as many as each has records.
         Every block of at most 4,096 examples has exactly the same number of each.
 
+    `filter` and `pack` are applied once: `source` is then what they made of it.
+
     Raises:
-      NotFound: a source is empty.
+      NotFound: a source is empty, or a filter leaves nothing of it; there is no such sidecar.
+      Mismatch, Damaged: a sidecar is of other data, or not as it was written.
       Misuse: the batch is larger than the sources, or an argument is out of range.
     """
 
@@ -63,19 +74,40 @@ class Pipeline:
     shuffle: bool | Shuffle = True
     epochs: int | None = None
     remainder: Remainder = "carry"
+    filter: InitVar[Filter | Mapping[str, Filter] | None] = None
+    pack: InitVar[Packing | Mapping[str, Packing] | None] = None
     weights: Mapping[str, float] | None = None
     transforms: tuple[Transform, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.sources:
+    def __post_init__(
+        self,
+        filter: Filter | Mapping[str, Filter] | None,
+        pack: Packing | Mapping[str, Packing] | None,
+    ) -> None:
+        given = _by_name(self.source)
+        if not given:
             raise NotFound("no source is given; check where their names come from")
-        for name, source in self.sources.items():
+        for name, source in given.items():
             _must_be_a_source(name, source)
         if self.shuffle not in (True, False, *SHUFFLES):
             raise Misuse(
                 f"shuffle must be True, False, or one of {', '.join(SHUFFLES)}, "
                 f"found {self.shuffle!r}"
             )
+        views = staged(given, filter, pack)
+        for number, (name, view) in enumerate(views.items()):
+            if isinstance(view, EpochSource):
+                seed = integer("seed", self.seed, 0, (1 << 64) - 1)
+                views[name] = view.shuffled(self._order, seed, number)
+            _must_be_a_source(name, view)
+        ordered = {isinstance(view, EpochSource) for view in views.values()}
+        if self.shuffle and len(ordered) > 1:
+            raise Misuse(
+                "pack: Concatenate is for all sources or none, since it follows the shuffle: give "
+                f"it for each of {', '.join(views)}"
+            )
+        several = isinstance(self.source, Mapping)
+        object.__setattr__(self, "source", views if several else views[_SINGLE])
         if self.weights is not None and {*self.weights} != {*self.sources}:
             raise Misuse(
                 f"weights: wanted one for each of {sorted(self.sources)}, "
@@ -120,9 +152,7 @@ class Pipeline:
     @cached_property
     def sources(self) -> dict[str, Source]:
         """All sources by name, in the order of their numbers; a single one is called "source"."""
-        if isinstance(self.source, Mapping):
-            return dict(self.source)
-        return {"source": self.source}
+        return _by_name(self.source)
 
     @cached_property
     def plan(self) -> Plan:
@@ -132,11 +162,16 @@ class Pipeline:
             (self.weights or {}).get(n, c) for n, c in zip(self.sources, counts, strict=True)
         ]
         segment = Segment(0, tuple(counts), Mixture.of(weights).counts)
-        shuffle: Shuffle = "none"
-        if self.shuffle:
-            shuffle = "global" if isinstance(self.shuffle, bool) else self.shuffle
+        ordered = any(isinstance(source, EpochSource) for source in self.sources.values())
+        shuffle = "none" if ordered else self._order
         order = Examples((segment,), self.seed, shuffle, self.epochs)
         return Plan(order, self.batch_size, self.remainder)
+
+    @property
+    def _order(self) -> Shuffle:
+        if isinstance(self.shuffle, bool):
+            return "global" if self.shuffle else "none"
+        return self.shuffle
 
     @cached_property
     def identity(self) -> JSON:
@@ -144,6 +179,50 @@ class Pipeline:
         labels = [transform.label for transform in self.transforms]
         found = {name: source.fingerprint() for name, source in self.sources.items()}
         return identity(self.plan.order, found, labels)
+
+    # -- provenance ----------------------------------------------------------------------------
+
+    def pieces(self, batches: int | range, *, plan: Plan | None = None) -> Held:
+        """Which records, and which of their tokens, batches are made of, without reading data.
+
+        Args:
+          batches: counted from example 0, as by `plan.records`.
+          plan: that of an iterator, where examples are skipped.
+        """
+        return held(tuple(self.sources.values()), (plan or self.plan).rows(batches))
+
+    def batches(
+        self,
+        record: int,
+        *,
+        token: int | None = None,
+        source: str | None = None,
+        epochs: range | None = None,
+        plan: Plan | None = None,
+    ) -> tuple[int, ...]:
+        """The batches that hold a record, or one token of it, without reading data; ascending.
+
+        Args:
+          record: its number in the source as it was given, before filter and packing.
+          token: of a packed source: its number in the document.
+          source: the name of the source; needed where there are several.
+          epochs: the epochs of the source to look at; by default all of them.
+          plan: that of an iterator, where examples are skipped.
+
+        Raises:
+          Misuse: no such record, token or source; or the plan has no end and `epochs` is missing.
+        """
+        names = list(self.sources)
+        if source is None and len(names) == 1:
+            source = names[0]
+        if source not in names:
+            raise Misuse(f"source: wanted one of {', '.join(names)}, found {source!r}")
+        if epochs is None:
+            if self.epochs is None:
+                raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
+            epochs = range(self.epochs)
+        view = self.sources[source]
+        return holding(view, names.index(source), record, token, epochs, plan or self.plan)
 
     # -- iterating -----------------------------------------------------------------------------
 
@@ -197,6 +276,10 @@ class Pipeline:
         return self.iterator()
 
 
+def _by_name(source: Source | Mapping[str, Source]) -> dict[str, Source]:
+    return dict(source) if isinstance(source, Mapping) else {_SINGLE: source}
+
+
 def _must_be_a_source(name: str, source: object) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= 64:
         raise Misuse(f"the name of a source is a text of 1 to 64 characters, found {name!r}")
@@ -210,4 +293,5 @@ def _must_be_a_source(name: str, source: object) -> None:
         raise NotFound(f"{name} holds no records; check its pattern and its filters")
 
 
+_SINGLE = "source"
 _SOURCE_METHODS = ("__len__", "read", "fingerprint", "where")

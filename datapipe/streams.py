@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.grain_order import GrainOrder
-from datapipe.permute import LIMIT, Order, Permutation
+from datapipe.permute import LIMIT, Order, Permutation, Stored
 from formats.errors import Misuse
 
 Shuffle = Literal["global", "grain", "none"]
@@ -144,6 +144,21 @@ class Stream:
 
     def _of_epoch(self, epoch: int) -> Stretch:
         return next(s for s in reversed(self.stretches) if s.epoch <= epoch)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The order of the items of one source in each epoch: call it with the epoch."""
+
+    shuffle: Shuffle
+    items: int
+    seed: int
+    number: int
+
+    def __call__(self, epoch: int) -> Order:
+        if self.shuffle == "none":
+            return Stored(self.items)
+        return _order(self.shuffle, self.items, self.seed, epoch, self.number)
 
 
 @functools.lru_cache(maxsize=64)

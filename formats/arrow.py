@@ -73,7 +73,8 @@ class ArrowSource(Source):
         check_same(self._files, schemas, types, columns)
         self._layouts = tuple(each.layout for each in outlines)
         self._columns = tuple(describe(name, kind) for name, kind in types.items())
-        self._fill = fills(types, self._columns, fill_null or {})
+        self._fill_null = dict(fill_null or {})
+        self._fill = fills(types, self._columns, self._fill_null)
         counts = [sum(layout.rows) for layout in self._layouts]
         self._starts = np.array([0, *np.cumsum(checked_rows(counts), dtype=np.int64)], np.int64)
         batches = [len(layout.rows) for layout in self._layouts]
@@ -120,6 +121,13 @@ class ArrowSource(Source):
                     raise self._bad(number, position, told(error.cause, column.name)) from error
                 pieces[column.name].append((slots, values))
         return {c.name: gather(pieces[c.name], c, len(rows)) for c in self._columns}
+
+    def select(self, columns: Sequence[str]) -> ArrowSource:
+        """The same rows with these columns, whether or not they are read here. Raises: Misuse."""
+        fill = {name: value for name, value in self._fill_null.items() if name in columns}
+        return ArrowSource(
+            self._files, columns=columns, fill_null=fill, cache_bytes=self._cache_bytes
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""

@@ -73,6 +73,10 @@ class CachedParquetSource(Source):
                 position=error.position,
             ) from error
 
+    def select(self, columns: Sequence[str]) -> ParquetSource:
+        """See `ParquetSource.select`; read from the Parquet files."""
+        return self._parquet.select(columns)
+
     def fingerprint(self) -> dict[str, Any]:
         """That of the Parquet files."""
         return self._parquet.fingerprint()

@@ -171,6 +171,13 @@ class ParquetSource(Source):
         self._handles.close()
         self._decoded = Decoded(self._cache_bytes)
 
+    def select(self, columns: Sequence[str]) -> ParquetSource:
+        """The same rows with these columns, whether or not they are read here. Raises: Misuse."""
+        fill = {name: value for name, value in self.fill_null.items() if name in columns}
+        return ParquetSource(
+            self.files, columns=columns, fill_null=fill, cache_bytes=self._cache_bytes
+        )
+
     def cached(self, directory: Pattern) -> CachedParquetSource:
         """The same rows from memory-mapped Arrow files in `directory`, built where missing.
 

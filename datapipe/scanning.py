@@ -1,0 +1,129 @@
+"""Columns of a source read from end to end: what filters and lengths are made of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.indexes import Kept
+from formats.errors import Misuse
+
+if TYPE_CHECKING:
+    from formats.source import Batch, Source
+
+Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda found, values: found in values,
+    "not in": lambda found, values: found not in values,
+}
+_RECORDS: Final = 8192  # read by one call
+
+
+@dataclass(frozen=True)
+class Where:
+    """A condition on one column: `Where("score", ">=", 0.5)`, `Where("language", "in", ["de"])`.
+
+    A record without a value, None, never meets it.
+
+    Raises:
+      Misuse: no such operator; "in" without values to look among, or others with several.
+    """
+
+    column: str
+    operator: Operator
+    value: Any
+
+    def __post_init__(self) -> None:
+        if self.operator not in _COMPARE:
+            raise Misuse(f"operator: wanted one of {', '.join(_COMPARE)}, found {self.operator!r}")
+        has_many = hasattr(self.value, "__iter__") and not isinstance(self.value, str | bytes)
+        wants_many = self.operator in ("in", "not in")
+        if has_many != wants_many:
+            wanted = "a list of values" if wants_many else "one value"
+            raise Misuse(f"{self.operator}: wanted {wanted}, found {self.value!r}")
+        if wants_many:
+            object.__setattr__(self, "value", tuple(self.value))
+
+    def __call__(self, batch: Batch) -> NDArray[np.bool_]:
+        """Which records of a batch meet it, bool[n].
+
+        Raises:
+          Misuse: no such column, or its values cannot be compared with this one.
+        """
+        found = _column(batch, self.column)
+        try:
+            return self._met(found)
+        except TypeError as error:
+            raise Misuse(f"filter: column {self.column!r} {self.operator}: {error}") from error
+
+    def _met(self, found: NDArray[Any] | list[Any]) -> NDArray[np.bool_]:
+        compare = _COMPARE[self.operator]
+        if not isinstance(found, np.ndarray):
+            met = [each is not None and bool(compare(each, self.value)) for each in found]
+            return np.array(met, np.bool_)
+        if found.ndim != 1:
+            raise Misuse(f"filter: column {self.column!r} has {found.shape[1:]} values a record")
+        if self.operator in ("in", "not in"):
+            return np.isin(found, self.value, invert=self.operator == "not in")
+        result = np.asarray(compare(found, self.value))
+        if result.shape != found.shape or result.dtype != np.bool_:
+            raise Misuse(
+                f"filter: column {self.column!r} of {found.dtype} cannot be compared with "
+                f"{self.value!r}"
+            )
+        return result
+
+
+def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
+    """The records of a source that meet all conditions; reads their columns from end to end."""
+    reader = _reader(source, [each.column for each in conditions])
+    found = [
+        np.logical_and.reduce([each(batch) for each in conditions]) for _, batch in batches(reader)
+    ]
+    return Kept.of_mask(np.concatenate([np.zeros(0, np.bool_), *found]))
+
+
+def column_of(source: Source, name: str) -> NDArray[Any]:
+    """One column from end to end, of one value a record. Raises Misuse: there is no such."""
+    parts = []
+    for _, batch in batches(_reader(source, [name])):
+        part = _column(batch, name)
+        if not isinstance(part, np.ndarray):
+            raise Misuse(f"column {name!r}: wanted numbers, found a list")
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def batches(source: Source) -> Iterator[tuple[int, Batch]]:
+    """All records in their order, some thousands at a time, with the number of the first."""
+    for first in range(0, len(source), _RECORDS):
+        yield first, source.read(np.arange(first, min(first + _RECORDS, len(source))))
+
+
+def _reader(source: Source, columns: Sequence[str]) -> Source:
+    """A source that reads these columns only, also such as `source` leaves out, if it can."""
+    select = getattr(source, "select", None)
+    if select is None:
+        return source
+    narrowed: Source = select(list(dict.fromkeys(columns)))
+    return narrowed
+
+
+def _column(batch: Batch, name: str) -> NDArray[Any] | list[Any]:
+    if not isinstance(batch, dict):
+        raise Misuse(f"no column {name!r}: the source has records of bytes")
+    if name not in batch:
+        raise Misuse(f"no column {name!r}, the source has {', '.join(batch)}")
+    return batch[name]
