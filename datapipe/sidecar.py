@@ -92,6 +92,13 @@ def read(path: Pattern, kind: str, version: int) -> Sidecar:
         return _read(stream, os.fspath(path), kind, version)
 
 
+def is_one(path: Pattern) -> bool:
+    """Whether a file begins as an index does."""
+    with naming(os.fspath(path)), open(path, "rb", opener=_without_waiting) as stream:
+        is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        return is_file and stream.read(len(_MAGIC)) == _MAGIC
+
+
 def text(about: Mapping[str, Any], name: str, path: Pattern) -> str:
     """A text in `about`. Raises Damaged: it is none."""
     value = about.get(name)

@@ -50,6 +50,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+data = typer.Typer(help="Indexes of training data.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
 AsJson = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON value, and nothing else; of an error, too."),
@@ -168,7 +171,7 @@ def verify(
     Example: [bold]ckpt verify runs/a/branch-1/4000[/]
     """
     with told(debug=debug, as_json=as_json):
-        with _progress(shown=not shallow) as progress:
+        with _progress("verifying", shown=not shallow) as progress:
             found = commands.verify(location, shallow=shallow, progress=progress)
         output.answer(found, views.verify(found), as_json=as_json)
         _exit(damaged=not found.intact)
@@ -292,6 +295,52 @@ def demo(
             exit_with(outcome.picture_problem, 4)
 
 
+@data.command(epilog=_codes(0, 1, 2, 3, 4, 130))
+def index(
+    patterns: Annotated[
+        list[str], typer.Argument(metavar="PATTERN...", help="Files of the source, in order.")
+    ],
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="The index; an older one is replaced.")
+    ],
+    kind: Annotated[
+        Literal["keep", "lengths"],
+        typer.Option(help="What the function returns: a boolean, or a number of tokens."),
+    ],
+    function: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Called with each record.")],
+    version: Annotated[str, typer.Option(help="Of the function, for those who find the index.")],
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="Read only this one of Parquet or Arrow files; may be given again."),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Ask a function about every record: which are kept, or how many tokens each has.
+
+    Reads all data once. A pipeline takes the file: filter=FILE, or pack=Pack(..., lengths=FILE).
+    The function gets a record as bytes, or as a dict of columns; its module may lie in the current
+    directory.
+
+    Example: [bold]ckpt data index 'web-*.parquet' --column text --kind keep
+    --function filters:good --version 1 --out web.keep[/]
+    """
+    with told(debug=debug, as_json=as_json):
+        from tools import indexing
+
+        with _progress("indexing", shown=True, in_bytes=False) as progress:
+            found = indexing.index(
+                patterns,
+                out,
+                kind=kind,
+                function=function,
+                version=version,
+                columns=column,
+                progress=progress,
+            )
+        output.answer(found, views.indexed(found), as_json=as_json)
+
+
 # --- input ---------------------------------------------------------------------------------------
 
 
@@ -318,16 +367,22 @@ def _ask(*, as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def _progress(*, shown: bool) -> Iterator[commands.Progress | None]:
-    """A bar with a rate, if a person is watching."""
+def _progress(
+    doing: str, *, shown: bool, in_bytes: bool = True
+) -> Iterator[commands.Progress | None]:
+    """A bar with a rate, or with the time that is left, if a person is watching."""
     if not shown or not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich import progress as bars
 
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    done: tuple[bars.ProgressColumn, ...] = (bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
+    if in_bytes:
+        done = (bars.DownloadColumn(), bars.TransferSpeedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
+    with bars.Progress(
+        bars.TextColumn(doing), bars.BarColumn(), *done, console=console, transient=True
+    ) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -21,6 +21,7 @@ from ckpt.wording import counted
 from tools.commands import Check, RunListing, StepRow
 
 if TYPE_CHECKING:
+    from tools.indexing import Indexed
     from tools.inspection import DataState, Inspection, LeafRow
     from tools.rewinding import RewindPlan, Rewound
 
@@ -179,6 +180,16 @@ def verify(found: Check) -> View:
     else:
         told = f"{counted(broken, 'step')} damaged ({looked_at})"
         yield styled(f"{found.location}: {told}", "bold red")
+
+
+def indexed(found: Indexed) -> View:
+    """One line: what the index says, and what it took."""
+    if found.kind == "keep":
+        said = f"{found.kept} of {counted(found.records, 'record')} kept"
+    else:
+        said = f"{found.tokens} tokens in {counted(found.records, 'document')}"
+    took = f"{size(found.size_bytes)}, {found.seconds:.1f} s"
+    yield styled(f"{found.path}: {said} by {found.function} version {found.version} ({took})")
 
 
 def rewind_plan(planned: RewindPlan) -> View:

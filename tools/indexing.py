@@ -1,0 +1,127 @@
+"""What `ckpt data index` does: a function of the user over every record, into a sidecar."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from datapipe import sidecar
+from datapipe.making import Progress, kept_by, lengths_by
+from datapipe.origin import Origin
+from formats import open_source
+from tools.failures import Refusal
+
+if TYPE_CHECKING:
+    from formats import Source
+
+Kind = Literal["keep", "lengths"]
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """An index that was written."""
+
+    path: str
+    kind: Kind
+    records: int
+    """Of the source."""
+    kept: int | None
+    tokens: int | None
+    function: str
+    version: str
+    size_bytes: int
+    seconds: float
+    """For all of it: reading, the function, writing."""
+
+
+def index(
+    patterns: Sequence[str],
+    path: str,
+    *,
+    kind: Kind,
+    function: str,
+    version: str,
+    columns: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Indexed:
+    """Write the index that a function makes of a source.
+
+    Args:
+      patterns: of the files of the source.
+      path: of the sidecar; an index that is there is replaced.
+      kind: "keep": the function says whether a record is kept; "lengths": how many tokens it has.
+      function: `module:name`; the module is looked for in the current directory, too.
+      version: of the function.
+      columns: to read of a columnar source; None: all.
+
+    Raises:
+      Refusal: something else is at `path`; no such function. DataError: of the source, the
+      function, or the sidecar.
+    """
+    begun = time.monotonic()
+    _must_be_free(path)
+    made = _function(function)
+    with open_source(list(patterns), columns=columns) as source:
+        kept, tokens = _written(
+            source, path, kind, made, Origin.of(source, function, version), progress
+        )
+        return Indexed(
+            path=path,
+            kind=kind,
+            records=len(source),
+            kept=kept,
+            tokens=tokens,
+            function=function,
+            version=version,
+            size_bytes=os.path.getsize(path),
+            seconds=time.monotonic() - begun,
+        )
+
+
+def _written(
+    source: Source,
+    path: str,
+    kind: Kind,
+    function: Callable[[Any], Any],
+    origin: Origin,
+    progress: Progress | None,
+) -> tuple[int | None, int | None]:
+    """Records that are kept, or tokens."""
+    if kind == "keep":
+        kept = kept_by(source, function, progress)
+        kept.save(path, origin)
+        return len(kept), None
+    lengths = lengths_by(source, function, progress)
+    lengths.save(path, origin)
+    return None, int(lengths.tokens.sum(dtype="int64"))
+
+
+def _must_be_free(path: str) -> None:
+    """Before any work is done: what is there may be what somebody else needs."""
+    if os.path.lexists(path) and not sidecar.is_one(path):
+        raise Refusal("AlreadyExists", f"{path} is there and no index; name another file")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise Refusal("NotFound", f"{path}: there is no directory for it")
+
+
+def _function(name: str) -> Callable[[Any], Any]:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        message = f"wanted module:name, such as filters:good, found {name!r}"
+        raise Refusal("Misuse", f"--function: {message}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        message = f"{name} cannot be had: {error} (searched the current directory, too)"
+        raise Refusal("Misuse", f"--function: {message}") from error
+    if not callable(found):
+        raise Refusal("Misuse", f"--function: {name} cannot be called, it is {found!r:.80}")
+    called: Callable[[Any], Any] = found
+    return called
