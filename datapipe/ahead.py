@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from datapipe.batch import Made, Recipe
+from datapipe.faults import Fault, too_many
 from datapipe.plan import Plan
-from datapipe.window import Recipe, Window
+from datapipe.rows import Rows
+from datapipe.substitutes import Replaced
+from datapipe.window import Window
 from formats.errors import Misuse
 
 if TYPE_CHECKING:
@@ -45,12 +51,13 @@ class Ready(NamedTuple):
 
     batch: Any
     next_example: int  # the position once it is delivered
+    faults: tuple[Fault, ...]  # bad records that came up in it for the first time
 
 
 class _Coming(NamedTuple):
     """A batch that is being made."""
 
-    result: Callable[[], Any]  # waits for it, or makes it now
+    result: Callable[[], Made]  # waits for it, or makes it now
     cancel: Callable[[], Any]
     next_example: int
 
@@ -71,16 +78,42 @@ class Ahead:
         self._queue: deque[_Coming] = deque()
         self._executor: ThreadPoolExecutor | None = None
 
-    def restart(self, plan: Plan, next_example: int) -> None:
-        """Drops what was made, and goes on from this position of this plan."""
+    def restart(self, plan: Plan, next_example: int, replaced: Replaced) -> None:
+        """Drops what was made, and goes on from this position of this plan.
+
+        Records in `replaced` are replaced by others.
+        """
         for coming in self._queue:
             coming.cancel()
         self._queue.clear()
         self._plan = plan
+        self._replaced = replaced
         self._planned_to = next_example
         self._window: Window | None = None
         self._window_used = 0
         self._window_size = 1  # the first batch must not wait for a whole window to be read
+
+    def replace(self, replaced: Replaced, next_example: int) -> None:
+        """From the position of the queue, which this is, more records are replaced.
+
+        What was made ahead stays, unless one of them is in it: it may have been good at the time.
+        """
+        new = Replaced.of(set(replaced.pairs()) - set(self._replaced.pairs()))
+        if self._is_ahead(new, next_example):
+            self.restart(self._plan, next_example, replaced)
+        else:
+            self._replaced = replaced
+
+    def _is_ahead(self, records: Replaced, next_example: int) -> bool:
+        """Is one of these in a batch that was made, or whose records were read?"""
+        left = 0 if self._window is None else self._window.count - self._window_used
+        batches = self._plan.examples(next_example, len(self._queue) + left)
+        examples = np.concatenate([np.zeros(0, np.int64), *batches])
+        rows = Rows(examples, *self._plan.locate(examples))
+        return any(
+            records.mask(number, rows.of(number).ids(self._recipe.sources[number])).any()
+            for number in rows.numbers()
+        )
 
     def start(self) -> None:
         """Starts to make as many batches as the pace allows."""
@@ -90,14 +123,21 @@ class Ahead:
         """The next batch; waits for it. None at the end of the plan.
 
         After an error this object must be restarted.
+
+        Raises:
+          BadRecord: a record is bad and not to be replaced, or there are too many.
         """
         self._fill(1)
         if not self._queue:
             return None
         coming = self._queue[0]
-        batch = coming.result()
+        made = coming.result()
+        new = tuple(fault for fault in made.faults if fault.pair not in self._replaced)
+        limit = self._recipe.tolerance.limit
+        if new and len(self._replaced) + len(new) > limit:
+            raise too_many(len(self._replaced), new, limit)
         self._queue.popleft()  # only now: an interrupt while waiting loses nothing
-        return Ready(batch, coming.next_example)
+        return Ready(made.batch, coming.next_example, new)
 
     def close(self, *, wait: bool) -> None:
         """Stops working; `wait`: until the threads have ended."""
@@ -112,7 +152,9 @@ class Ahead:
             if self._window is None or self._window_used == self._window.count:
                 rows = None if self._feed is None else self._feed.rows
                 size = self._window_size
-                window = Window(self._recipe, self._plan, self._planned_to, size, rows)
+                window = Window(
+                    self._recipe, self._plan, self._planned_to, size, rows, self._replaced
+                )
                 if window.count == 0:
                     return
                 self._window, self._window_used = window, 0
@@ -122,7 +164,7 @@ class Ahead:
             self._window_used += 1
             self._queue.append(self._submit(work))
 
-    def _submit(self, work: Callable[[], Any]) -> _Coming:
+    def _submit(self, work: Callable[[], Made]) -> _Coming:
         if self._pace.prefetch == 0:
             return _Coming(work, _nothing, self._planned_to)
         if self._executor is None:
@@ -131,12 +173,12 @@ class Ahead:
         return _Coming(future.result, future.cancel, self._planned_to)
 
 
-def _make(window: Window, index: int, feed: Feed | None) -> Any:
+def _make(window: Window, index: int, feed: Feed | None) -> Made:
     try:
-        batch = window.batch(index)
+        made = window.batch(index)
     except StopIteration as error:  # from a function of the user: it would look like the end
         raise RuntimeError("a function of the pipeline raised StopIteration") from error
-    return batch if feed is None else feed.place(batch)
+    return made if feed is None else made._replace(batch=feed.place(made.batch))
 
 
 def _nothing() -> None:

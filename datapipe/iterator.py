@@ -1,12 +1,14 @@
 """The iterator: batches in order, and a position that can be saved.
 
-What it hands out is decided by two values, the position and the skips; both belong to what was
-*delivered*. Whoever moves the position or adds skips drops what was made ahead (`datapipe.ahead`).
+What it hands out is decided by three values: the position, the skips, and the records that turned
+out to be bad and are replaced. All of them belong to what was *delivered*. Whoever changes one
+drops what was made ahead under another (`datapipe.ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +16,12 @@ import grain
 
 from datapipe import state as states
 from datapipe.ahead import Ahead
+from datapipe.faults import Fault
 from datapipe.plan import Plan
+from datapipe.substitutes import Replaced
 from formats.errors import Mismatch, Misuse
+
+_log = logging.getLogger("datapipe")
 
 
 class Iterator(grain.DatasetIterator[Any]):
@@ -32,6 +38,7 @@ class Iterator(grain.DatasetIterator[Any]):
         self._identity = identity
         self._ahead = ahead
         self._next_example = 0
+        self._replaced = Replaced()
         self._drop_ahead()
 
     # -- iterating -----------------------------------------------------------------------------
@@ -41,7 +48,8 @@ class Iterator(grain.DatasetIterator[Any]):
 
         Raises:
           StopIteration: the last epoch is over; also at every later call.
-          BadRecord: a record of this batch cannot be read or mapped; the position stays.
+          BadRecord: a record of this batch cannot be read or mapped, and is not to be replaced, or
+            too many have been; the position stays.
           Misuse: the iterator is closed.
         """
         self._refuse_closed()
@@ -53,6 +61,8 @@ class Iterator(grain.DatasetIterator[Any]):
         if ready is None:
             raise StopIteration
         self._next_example = ready.next_example
+        if ready.faults:
+            self._replace(ready.faults)
         self._ahead.start()
         return ready.batch
 
@@ -98,13 +108,19 @@ class Iterator(grain.DatasetIterator[Any]):
     def get_state(self) -> states.JSON:
         """The position after the batches *delivered*, the skips, and what they belong to.
 
-        A JSON value, the same for any batch size and any number of processes and threads.
+        A JSON value, the same for any batch size and any number of processes and threads. Only
+        `replaced` differs: each process knows the bad records that it came upon, and those that
+        `set_state` told it.
         """
         skipped = tuple(self._plan.skipped)
-        return states.State(self._next_example, skipped, self._identity).to_json()
+        found = states.State(self._next_example, skipped, self._replaced, self._identity)
+        return found.to_json()
 
     def set_state(self, state: states.JSON) -> None:
-        """Goes to a saved position; its skips replace the ones here. Reads nothing.
+        """Goes to a saved position; its skips and replaced records take the place of those here.
+
+        Reads nothing. What is replaced there is replaced from here on, also if it could be read now
+        and whatever `on_bad_record` says.
 
         Raises:
           Mismatch: the state belongs to another source, seed, shuffle or other transforms, or
@@ -115,10 +131,14 @@ class Iterator(grain.DatasetIterator[Any]):
         self._refuse_closed()
         self._plan = self._plan.unskipped().skipping(saved.skips)
         self._next_example = saved.next_example
+        self._replaced = saved.replaced
         self._drop_ahead()
 
     def seek(self, example: int) -> None:
-        """Goes to an example, 0 to the end of the plan; the skips stay. Reads nothing."""
+        """Goes to an example, 0 to the end of the plan; skips and replaced records stay.
+
+        Reads nothing.
+        """
         self._refuse_closed()
         self._plan.batches_left(example)  # refuses what is no position
         self._next_example = int(example)
@@ -183,7 +203,14 @@ class Iterator(grain.DatasetIterator[Any]):
     # -- within --------------------------------------------------------------------------------
 
     def _drop_ahead(self) -> None:
-        self._ahead.restart(self._plan, self._next_example)
+        self._ahead.restart(self._plan, self._next_example, self._replaced)
+
+    def _replace(self, faults: Sequence[Fault]) -> None:
+        """Bad records came up in the batch that is delivered."""
+        self._replaced = self._replaced.union(fault.pair for fault in faults)
+        self._ahead.replace(self._replaced, self._next_example)
+        for fault in faults:
+            _log.warning("%s: another record takes its place", fault)
 
     def _shutdown(self, *, wait: bool) -> None:
         if getattr(self, "_closed", True):  # also where __init__ was never reached

@@ -9,8 +9,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from datapipe.ahead import Ahead, Pace
+from datapipe.batch import Recipe
 from datapipe.epochs import EpochSource
 from datapipe.examples import Examples, Segment
+from datapipe.faults import OnBadRecord, Tolerance
 from datapipe.mixing import Mixture
 from datapipe.numbers import integer
 from datapipe.plan import Plan, Remainder
@@ -19,7 +21,6 @@ from datapipe.stages import Filter, Packing, staged
 from datapipe.state import JSON, identity
 from datapipe.streams import SHUFFLES, Shuffle
 from datapipe.transform import Transform, extended
-from datapipe.window import Recipe
 from formats.errors import Misuse, NotFound
 
 if TYPE_CHECKING:
@@ -58,6 +59,12 @@ class Pipeline:
         of several sources. Examples are rows then, of `tokens`, `segment_ids` and `positions`.
       weights: of several sources, by name, of any scale; by default as many as each has records.
         Every block of at most 4,096 examples has exactly the same number of each.
+      on_bad_record: what becomes of a record that cannot be read, or for which a `.map` raises
+        before any `.random_map`. "raise": an error that names it. "replace": another record of its
+        source takes its place, in all epochs, of which the log tells once; the state remembers it,
+        so that a resume does the same (see `datapipe.substitutes`).
+      bad_record_limit: with "replace", how many records may be bad, over all epochs and sources,
+        among those that a process comes upon and those in the state it goes on from.
 
     `filter` and `pack` are applied once: `source` is then what they made of it.
 
@@ -77,6 +84,8 @@ class Pipeline:
     filter: InitVar[Filter | Mapping[str, Filter] | None] = None
     pack: InitVar[Packing | Mapping[str, Packing] | None] = None
     weights: Mapping[str, float] | None = None
+    on_bad_record: OnBadRecord = "raise"
+    bad_record_limit: int = Tolerance.limit
     transforms: tuple[Transform, ...] = ()
 
     def __post_init__(
@@ -113,6 +122,7 @@ class Pipeline:
                 f"weights: wanted one for each of {sorted(self.sources)}, "
                 f"found {sorted(self.weights)}"
             )
+        self._tolerance  # noqa: B018  (refuses what is out of range)
         records = sum(map(len, self.sources.values()))
         if self.plan.batch_size > records:
             raise Misuse(
@@ -179,6 +189,10 @@ class Pipeline:
         labels = [transform.label for transform in self.transforms]
         found = {name: source.fingerprint() for name, source in self.sources.items()}
         return identity(self.plan.order, found, labels)
+
+    @property
+    def _tolerance(self) -> Tolerance:
+        return Tolerance(self.on_bad_record, self.bad_record_limit)
 
     # -- provenance ----------------------------------------------------------------------------
 
@@ -260,7 +274,7 @@ class Pipeline:
                 raise Misuse("a short batch cannot be sharded: take remainder='carry' or 'drop'")
             feed = Feed(sharding, self.plan.batch_size)
         sources = tuple(self.sources.values())
-        recipe = Recipe(sources, self.transforms, self.plan.order.seed)
+        recipe = Recipe(sources, self.transforms, self.plan.order.seed, self._tolerance)
         return Iterator(self.plan, self.identity, Ahead(recipe, feed, pace))
 
     def dataset(self, **options: Any) -> Dataset:

@@ -2,9 +2,10 @@
 
 ::
 
-    {"format": 2,
+    {"format": 3,
      "next_example": 51200,                        first example not yet delivered
      "skips": [25600, 1024],                       never to be served: gap, length, gap, ...
+     "replaced": [[37, 4711], [120]],              bad records, source by source
      "segments": [{"first": 0, "items": [10000, 500], "counts": [3, 1]}],
      "plan": {"version": 1, "permutation": 1, "seed": 17, "shuffle": "global"},
      "sources": [["web", {"fingerprint": "...", "records": 10000, ...}], ["code", {...}]],
@@ -14,7 +15,9 @@ It counts examples of the whole run, so that it is the same for any number of pr
 and workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
 *identity*: a state is refused where they differ. How long the run goes on (`epochs`, `remainder`)
 is no part of it. Skips are addresses (see `datapipe.plan`). The sources stand in the order of
-their numbers: a new one comes behind those that are there.
+their numbers: a new one comes behind those that are there. Others stand in for the records in
+`replaced`, given by their ids (see `datapipe.substitutes`), also where they can be read by now; a
+state of format 2, which is read as well, has none.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -31,11 +34,14 @@ from datapipe import permute, plan
 from datapipe.examples import Examples, Segment
 from datapipe.mixing import BLOCK
 from datapipe.permute import LIMIT
+from datapipe.substitutes import Replaced
 from formats.errors import Damaged, Misuse, Unsupported
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
-_FIELDS: Final = ("format", "next_example", "skips", "segments", "plan", "sources", "transforms")
+_FIELDS: Final = (
+    *("format", "next_example", "skips", "replaced", "segments", "plan", "sources", "transforms"),
+)
 _ADDRESSES: Final = LIMIT << 10  # as many sources as a mixture may have, and some
 _DETAIL_BYTES: Final = 64  # a longer field of a fingerprint is in its digest only
 _DETAILS_BYTES: Final = 384
@@ -45,10 +51,11 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """A position, the examples that are skipped, and the identity they belong to."""
+    """A position, what is skipped and replaced, and the identity they belong to."""
 
     next_example: int
     skips: tuple[tuple[int, int], ...]  # addresses: sorted, disjoint, non-adjacent
+    replaced: Replaced
     identity: JSON  # "segments", "plan", "sources", "transforms" as in the JSON form
 
     def to_json(self) -> JSON:
@@ -58,7 +65,12 @@ class State:
         for start, stop in self.skips:
             skips += [start - last, stop - start]
             last = stop
-        head = {"format": FORMAT, "next_example": self.next_example, "skips": skips}
+        head = {
+            "format": FORMAT,
+            "next_example": self.next_example,
+            "skips": skips,
+            "replaced": [list(ids) for ids in self.replaced.ids],
+        }
         return {**head, **json.loads(json.dumps(self.identity))}
 
     @staticmethod
@@ -75,12 +87,13 @@ class State:
                 "states of other loaders do not fit this one"
             )
         written = _integer(value["format"], "format", 1, LIMIT)
-        if written != FORMAT:
+        if not 2 <= written <= FORMAT:
             raise Unsupported(
-                f"data state of format {written}: this release reads format {FORMAT}; "
+                f"data state of format {written}: this release reads formats 2 to {FORMAT}; "
                 "restore it with the release that saved it, or a later one"
             )
-        _exact_fields(value, _FIELDS, "data state")
+        fields = _FIELDS if written == FORMAT else [name for name in _FIELDS if name != "replaced"]
+        _exact_fields(value, fields, "data state")
         identity: JSON = {
             "segments": _segments(value["segments"]),
             "plan": _flat(value["plan"], "plan"),
@@ -93,7 +106,8 @@ class State:
                 f"segment, found {identity['segments'][-1]['items']}"
             )
         next_example = _integer(value["next_example"], "next_example", 0, LIMIT)
-        return State(next_example, _skips(value["skips"]), identity)
+        replaced = _replaced(value.get("replaced", []), len(identity["sources"]))
+        return State(next_example, _skips(value["skips"]), replaced, identity)
 
 
 def identity(
@@ -220,6 +234,22 @@ def _skips(value: object) -> tuple[tuple[int, int], ...]:
             raise Damaged(f"data state, skips[{index}]: {start} to {last} is of two sources")
         ranges.append((start, last))
     return tuple(ranges)
+
+
+def _replaced(value: object, sources: int) -> Replaced:
+    found: list[tuple[int, ...]] = []
+    for number, each in enumerate(_list(value, "replaced")):
+        ids: list[int] = []
+        for id in _list(each, f"replaced[{number}]"):
+            least = ids[-1] + 1 if ids else 0
+            ids.append(_integer(id, f"replaced[{number}], a record", least, LIMIT - 1))
+        found.append(tuple(ids))
+    if len(found) > sources or (found and not found[-1]):
+        raise Damaged(
+            f"data state, replaced: wanted records of {sources} sources or fewer, the last of "
+            f"which has some, found {_short(value)}"
+        )
+    return Replaced(tuple(found))
 
 
 def _segments(value: object) -> list[JSON]:

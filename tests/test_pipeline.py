@@ -18,6 +18,7 @@ import datapipe
 from datapipe import BadRecord, Damaged, Mismatch, Misuse, NotFound, Pipeline, Unsupported
 from datapipe.examples import Examples
 from datapipe.state import State, identity, mismatch
+from datapipe.substitutes import Replaced
 
 
 def ids_of(pipe, **options):
@@ -289,7 +290,7 @@ def test_a_state_is_a_copy():
 def good():
     order = Examples.of(20, seed=1)
     known = identity(order, {"source": {"a": 1}}, ["map 1"])
-    return State(8, ((9, 12), (15, 16)), known).to_json()
+    return State(8, ((9, 12), (15, 16)), Replaced.of([(0, 5), (0, 17)]), known).to_json()
 
 
 def test_parse_is_the_inverse_of_emit():
@@ -304,8 +305,10 @@ def test_parse_is_the_inverse_of_emit():
         ((), None, Damaged, "not a data state"),
         ((), [], Damaged, "not a data state"),
         ((), {"next_index": 3}, Damaged, "states of other loaders do not fit"),
-        (("format",), 3, Unsupported, "format 3: this release reads format 2"),
+        (("format",), 4, Unsupported, "format 4: this release reads formats 2 to 3"),
+        (("format",), 1, Unsupported, "format 1: this release reads formats 2 to 3"),
         (("format",), "2", Damaged, "format: wanted an integer"),
+        (("format",), 2, Damaged, "unknown fields.*replaced"),
         (("next_example",), -1, Damaged, "next_example"),
         (("next_example",), 2**63, Damaged, "next_example"),
         (("next_example",), True, Damaged, "next_example"),
@@ -317,6 +320,15 @@ def test_parse_is_the_inverse_of_emit():
         (("skips", 1), 0, Damaged, r"skips\[1\], a length"),
         (("skips", 2), 0, Damaged, r"skips\[2\], a gap"),  # adjacent: would be one range
         (("skips", 1), 2**62, Damaged, "is of two sources"),
+        (("replaced",), 7, Damaged, "replaced: wanted a list"),
+        (("replaced", 0), "ab", Damaged, r"replaced\[0\]: wanted a list"),
+        (("replaced", 0), [-1], Damaged, r"replaced\[0\], a record"),
+        (("replaced", 0), [2**62], Damaged, r"replaced\[0\], a record"),
+        (("replaced", 0), [True], Damaged, r"replaced\[0\], a record"),
+        (("replaced", 0), [5, 5], Damaged, r"replaced\[0\], a record"),
+        (("replaced", 0), [5, 4], Damaged, r"replaced\[0\], a record"),
+        (("replaced", 0), [], Damaged, "the last of which has some"),
+        (("replaced",), [[], [3]], Damaged, "records of 1 sources or fewer"),
         (("segments",), [], Damaged, "begins at example 0"),
         (("segments", 0), {"first": 1, "items": [20], "counts": [1]}, Damaged, "example 0"),
         (("segments", 0), {"first": 0, "items": [20], "counts": [0]}, Damaged, "a mixture wants"),
@@ -347,6 +359,12 @@ def test_a_state_is_parsed_as_hostile(path, value, error, text):
         state = value
     with pytest.raises(error, match=text):
         State.from_json(state)
+
+
+def test_a_state_of_format_2_is_read():
+    state = {**good(), "format": 2}
+    del state["replaced"]
+    assert State.from_json(state).to_json() == {**good(), "replaced": []}
 
 
 @pytest.mark.parametrize("field", sorted(good()))

@@ -1,0 +1,189 @@
+"""Making a batch from its rows: records through the functions of the user into one tree.
+
+First the records are read (`datapipe.reading`), then each goes through the functions of examples,
+then they are stacked, then come the functions of batches. A record that turns out to be bad on the
+way gives its row to a substitute, which starts from the beginning; the other rows stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.faults import Fault, Tolerance, is_of_a_record
+from datapipe.reading import Readable, Reads, places, readable
+from datapipe.replacing import Replacing
+from datapipe.rows import Rows
+from datapipe.stack import objects, stack
+from datapipe.transform import Transform, generator
+from formats.errors import Mismatch
+
+if TYPE_CHECKING:
+    from datapipe.substitutes import Replaced
+    from formats.source import Batch, Source
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to read, what to do to it, and what to do about bad records."""
+
+    sources: tuple[Source, ...]
+    transforms: tuple[Transform, ...]
+    seed: int
+    tolerance: Tolerance
+
+
+class Made(NamedTuple):
+    """A batch, and the bad records that came up in it and were not known before."""
+
+    batch: Any
+    faults: tuple[Fault, ...]
+
+
+def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None = None) -> Made:
+    """One batch.
+
+    Args:
+      recipe: sources and transforms.
+      planned: its rows.
+      known: the records that are replaced.
+      done: the rows with substitutes for those, and their records; None: they are read.
+
+    Raises:
+      BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`; what sources and
+        functions raise.
+    """
+    replacing = Replacing(recipe.sources, recipe.tolerance, known)
+    each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
+    if each:
+        batch = _mapped(recipe, each, planned, replacing, done)
+    else:
+        batch = _taken(recipe.sources, done or readable(recipe.sources, planned, replacing))
+    for transform in recipe.transforms[len(each) :]:
+        try:
+            batch = transform.fn(batch)
+        except Exception as error:
+            first, last = int(planned.examples[0]), int(planned.examples[-1])
+            error.add_note(f"in .{transform.label} of the batch of examples {first} to {last}")
+            raise
+    return Made(batch, replacing.found)
+
+
+# -- examples --------------------------------------------------------------------------------------
+
+
+def _mapped(
+    recipe: Recipe,
+    transforms: Sequence[Transform],
+    planned: Rows,
+    replacing: Replacing,
+    done: Readable | None,
+) -> Any:
+    """The batch where functions make its examples."""
+    steady = len(list(takewhile(lambda transform: transform.kind == "map", transforms)))
+    examples: list[Any] = [None] * planned.size
+    records = planned.records.copy()
+    left = np.arange(planned.size)  # those that are not made yet
+    while left.size:
+        done = done or readable(recipe.sources, planned.take(left), replacing)
+        rows, reads = done
+        records[left] = rows.records
+        at, numbers = places(recipe.sources, done).tolist(), rows.sources.tolist()
+        bad: list[int] = []
+        for row, goal in enumerate(left.tolist()):
+            raw = _record(reads[numbers[row]].raw, at[row])
+            try:
+                examples[goal] = _example(recipe.seed, transforms, rows, row, raw)
+            except _Failed as failed:
+                what, reason = f"fails in .{transforms[failed.position].label}", failed.reason
+                its_fault = failed.position < steady and is_of_a_record(reason)
+                replacing.note(rows, row, what, reason, may_be_replaced=its_fault)
+                bad.append(row)
+        left, done = left[bad], None
+    return stack(examples, [f"record {record}" for record in records.tolist()])
+
+
+class _Failed(Exception):
+    """A function of examples raised."""
+
+    def __init__(self, position: int, reason: Exception) -> None:
+        super().__init__(position, reason)
+        self.position = position
+        self.reason = reason
+
+
+def _example(seed: int, transforms: Sequence[Transform], rows: Rows, row: int, value: Any) -> Any:
+    """One record through the functions of examples."""
+    for position, transform in enumerate(transforms):
+        try:
+            if transform.kind == "map":
+                value = transform.fn(value)
+            else:
+                epoch, record = int(rows.epochs[row]), int(rows.records[row])
+                rng = generator(seed, epoch, record, position, int(rows.sources[row]))
+                value = transform.fn(value, rng)
+        except Exception as error:
+            raise _Failed(position, error) from error
+    return value
+
+
+def _record(raw: Batch, place: int) -> Any:
+    if isinstance(raw, list):
+        return raw[place]
+    return {name: column[place] for name, column in raw.items()}
+
+
+# -- whole batches ---------------------------------------------------------------------------------
+
+
+def _taken(sources: Sequence[Source], done: Readable) -> Any:
+    """The batch where no function of examples makes it; fresh arrays."""
+    at = places(sources, done)
+    if len(sources) == 1:
+        return _take(done.reads[0].raw, at)
+    return _take_mixed(done.reads, done.rows.sources, at)
+
+
+def _take_mixed(reads: Reads, sources: NDArray[np.int64], at: NDArray[np.int64]) -> Any:
+    """The rows of a batch of several sources, which must have the same columns."""
+    numbers = sorted(set(sources.tolist()))
+    parts = {number: _take(reads[number].raw, at[sources == number]) for number in numbers}
+    forms = {number: _form(part) for number, part in parts.items()}
+    for number, form in forms.items():
+        if form != forms[numbers[0]]:
+            raise Mismatch(
+                "the sources do not fit in one batch; make their examples the same in .map, or "
+                "read the same columns",
+                [f"source {numbers[0]}: {forms[numbers[0]]}", f"source {number}: {form}"],
+            )
+    order = np.argsort(np.concatenate([np.flatnonzero(sources == n) for n in numbers]))
+    first = parts[numbers[0]]
+    if not isinstance(first, dict):
+        return np.concatenate([parts[number] for number in numbers])[order]
+    return {
+        name: np.concatenate([parts[number][name] for number in numbers])[order] for name in first
+    }
+
+
+def _form(part: Any) -> str:
+    if isinstance(part, dict):
+        return ", ".join(f"{k}: {v.dtype}{list(v.shape[1:])}" for k, v in part.items())
+    return "records of bytes"
+
+
+def _take(raw: Batch, at: NDArray[np.int64]) -> Any:
+    """The rows of a batch where no function of examples makes them; fresh arrays."""
+    if isinstance(raw, list):
+        return objects(raw[place] for place in at.tolist())
+    return {name: _column(column, at) for name, column in raw.items()}
+
+
+def _column(column: Any, at: NDArray[np.int64]) -> NDArray[Any]:
+    if isinstance(column, np.ndarray):
+        return column[at]
+    return objects(column[place] for place in at.tolist())
