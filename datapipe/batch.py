@@ -8,7 +8,7 @@ way gives its row to a substitute, which starts from the beginning; the other ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Recipe:
     sources: tuple[Source, ...]
     transforms: tuple[Transform, ...]
     seed: int
-    tolerance: Tolerance
+    tolerance: Tolerance = field(default_factory=Tolerance)
 
 
 class Made(NamedTuple):

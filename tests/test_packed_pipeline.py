@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from packing_oracle import as_row, packed_by_hand, rows_by_hand, stacked
 
 from datapipe import BadRecord, Concatenate, Mismatch, Pack, Pipeline, Where
+from datapipe.batch import Recipe
 from datapipe.permute import Permutation
-from datapipe.window import Recipe, Window
+from datapipe.substitutes import Replaced
+from datapipe.window import Window
 
 LENGTHS = [5, 0, 17, 3, 8, 8, 1, 30, 2, 11, 0, 6, 9, 4, 4, 13, 7, 1, 1, 20]
 BOTH = [Pack(8, lengths="length", window=6), Concatenate(8, lengths="length")]
@@ -127,8 +129,8 @@ def test_hosts_that_read_their_rows_make_the_same_batch(pack):
         own = made(pack, 8, epochs=4)
         recipe = Recipe(tuple(own.sources.values()), (), own.seed)
         rows = np.arange(2 * host, 2 * host + 2)
-        window = Window(recipe, own.plan, 0, len(whole), rows)
-        parts.append([window.batch(index) for index in range(window.count)])
+        window = Window(recipe, own.plan, 0, len(whole), rows, Replaced())
+        parts.append([window.batch(index).batch for index in range(window.count)])
     for number, batch in enumerate(whole):
         for name, column in batch.items():
             together = np.concatenate([part[number][name] for part in parts])
