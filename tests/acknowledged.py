@@ -28,6 +28,12 @@ class Found:
     there: Mapping[str, Collection[StepId]]
     """The steps by tier."""
 
+    def __str__(self) -> str:
+        """The newest of it."""
+        decided = [str(self.decisions[number]) for number in sorted(self.decisions)[-8:]]
+        tiers = [f"{tier}: {sorted(steps)[-12:]}" for tier, steps in self.there.items()]
+        return "\n".join([*decided, *tiers])
+
 
 def look(run: Path, local: Path, arena: Path) -> Found:
     """At all tiers, whoever owns them: nothing is locked, nothing changed."""

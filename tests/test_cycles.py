@@ -157,9 +157,11 @@ class Cycles:
         """After the death of a trainer, its writer may be alive: it decides nothing."""
         self.drain()
         end = time.monotonic() + LIMIT_S / 10
-        while missing := acknowledged.not_in_their_tiers(self.observer.events, self.look(), KEPT):
+        while missing := acknowledged.not_in_their_tiers(
+            self.observer.events, found := self.look(), KEPT
+        ):
             # A writer that was superseded while it deleted a step puts it back.
-            assert time.monotonic() < end, f"seed {SEED}: {missing}"
+            assert time.monotonic() < end, f"seed {SEED}, {self.kinds}: {missing}\n{found}"
             time.sleep(0.1)
 
     def check_starts(self) -> None:
