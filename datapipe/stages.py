@@ -57,7 +57,7 @@ class Pack:
     tokens: str = "tokens"
     dtype: str | None = None
     strategy: Strategy = "first-fit"
-    window: int = 4096
+    window: int = 16384
     oversize: Oversize = "split"
     pad: int = 0
     index: Pattern | None = None

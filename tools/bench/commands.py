@@ -126,6 +126,29 @@ def permute(
         permuting.show(results, console())
 
 
+def packing(
+    documents: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Of an index; may be given again. Default: 1 and 10 million."),
+    ] = None,
+    packed: Annotated[int, typer.Option(min=1, help="Documents that Grain packs, too.")] = 20_000,
+    as_json: AsJson = False,
+) -> None:
+    """Padding of packed rows, ours and Grain's; and what an index costs, once and at a seek.
+
+    Exit codes: 0 done, 1 rows lost tokens, 2 wrong use.
+    """
+    from tools.bench import packing as packs  # Grain brings JAX, which others set up first
+
+    with _failures():
+        padding = packs.paddings(packed)
+        cost = [each for n in documents or (10**6, 10**7) for each in packs.costs(n)]
+    if as_json:
+        typer.echo(json.dumps(packs.to_json(padding, cost), indent=1))
+    else:
+        packs.show(padding, cost, console())
+
+
 @contextlib.contextmanager
 def _place(directory: Path | None) -> Iterator[Path]:
     """A directory of our own, removed at the end, also when we are told to stop."""
