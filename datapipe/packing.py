@@ -207,7 +207,7 @@ def pack(
       oversize: "split": a document of more than `capacity` tokens becomes pieces that fill a bin
         each, and the rest, which is packed; "refuse": it is an error.
 
-    It takes about a microsecond a document, and memory of some 60 bytes a piece while it works.
+    It takes one to three microseconds a document, and some 60 bytes of memory a piece meanwhile.
 
     Raises:
       Misuse: an argument is out of range, or a document is refused.

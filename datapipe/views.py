@@ -23,6 +23,7 @@ from datapipe.streams import Orders, Shuffle
 from formats.errors import BadRecord, Misuse
 from formats.source import Batch, Column, Source, Spec, as_rows, sealed
 
+_ORDERS: Final = ("global", "grain", "none")
 _NAMED: Final = 3  # documents of a row that a message names
 
 
@@ -159,7 +160,12 @@ class ConcatenatedRows(EpochSource):
         return f"ConcatenatedRows({self.documents.source!r}, {len(self)} of {self.laid.capacity})"
 
     def shuffled(self, shuffle: Shuffle, seed: int, number: int) -> ConcatenatedRows:
-        """See `EpochSource.shuffled`."""
+        """See `EpochSource.shuffled`. Raises Misuse: an order that documents cannot have."""
+        if shuffle not in _ORDERS:
+            raise Misuse(
+                f"pack: Concatenate shuffles documents with shuffle=True, 'grain' or False, found "
+                f"{shuffle!r}"
+            )
         orders = Orders(shuffle, len(self.documents.source), seed, number)
         if orders == self.laid.orders:
             return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_oracle import as_row, packed_by_hand, rows_by_hand, stacked
 
-from datapipe import BadRecord, Concatenate, Mismatch, Pack, Pipeline, Where
+from datapipe import BadRecord, Concatenate, Mismatch, Misuse, Pack, Pipeline, Where
 from datapipe.batch import Recipe
 from datapipe.permute import Permutation
 from datapipe.substitutes import Replaced
@@ -188,6 +189,19 @@ def test_only_filtered():
     pipe = made(None, 4, epochs=1, shuffle=False)
     assert [row for batch in pipe for row in batch["score"].tolist()] == [*range(2, 10)] * 2
     assert len(pipe.source) == 16
+
+
+@pytest.mark.parametrize("pack", BOTH)
+def test_other_settings_of_the_same_pipeline(pack):
+    pipe = dataclasses.replace(made(pack), seed=12)
+    np.testing.assert_equal(list(pipe), list(made(pack, seed=12)))
+    pipe = dataclasses.replace(made(pack), shuffle=False)
+    np.testing.assert_equal(list(pipe), list(made(pack, shuffle=False)))
+
+
+def test_orders_that_documents_cannot_have():
+    with pytest.raises(Misuse, match="Concatenate shuffles documents with shuffle=True"):
+        made(BOTH[1]).source.shuffled("windows", 1, 0)
 
 
 # -- cost ------------------------------------------------------------------------------------------
