@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ class Where:
         found = _column(batch, self.column)
         try:
             return self._met(found)
-        except TypeError as error:
+        except Misuse:
+            raise
+        except (TypeError, ValueError) as error:
             raise Misuse(f"filter: column {self.column!r} {self.operator}: {error}") from error
 
     def _met(self, found: NDArray[Any] | list[Any]) -> NDArray[np.bool_]:
@@ -88,22 +91,23 @@ class Where:
 
 def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
     """The records of a source that meet all conditions; reads their columns from end to end."""
-    reader = _reader(source, [each.column for each in conditions])
-    found = [
-        np.logical_and.reduce([each(batch) for each in conditions]) for _, batch in batches(reader)
-    ]
-    return Kept.of_mask(np.concatenate([np.zeros(0, np.bool_), *found]))
+    found = [np.zeros(0, np.bool_)]
+    with _narrowed(source, [each.column for each in conditions]) as narrow:
+        for _, batch in batches(narrow):
+            found.append(np.logical_and.reduce([each(batch) for each in conditions]))
+    return Kept.of_mask(np.concatenate(found))
 
 
 def column_of(source: Source, name: str) -> NDArray[Any]:
     """One column from end to end, of one value a record. Raises Misuse: there is no such."""
-    parts = []
-    for _, batch in batches(_reader(source, [name])):
-        part = _column(batch, name)
-        if not isinstance(part, np.ndarray):
-            raise Misuse(f"column {name!r}: wanted numbers, found a list")
-        parts.append(part)
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    found: list[NDArray[Any]] = []
+    with _narrowed(source, [name]) as narrow:
+        for _, batch in batches(narrow):
+            part = _column(batch, name)
+            if not isinstance(part, np.ndarray):
+                raise Misuse(f"column {name!r}: wanted numbers, found a list")
+            found.append(part)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
 def batches(source: Source) -> Iterator[tuple[int, Batch]]:
@@ -112,13 +116,15 @@ def batches(source: Source) -> Iterator[tuple[int, Batch]]:
         yield first, source.read(np.arange(first, min(first + _RECORDS, len(source))))
 
 
-def _reader(source: Source, columns: Sequence[str]) -> Source:
+@contextlib.contextmanager
+def _narrowed(source: Source, columns: Sequence[str]) -> Iterator[Source]:
     """A source that reads these columns only, also such as `source` leaves out, if it can."""
     select = getattr(source, "select", None)
     if select is None:
-        return source
-    narrowed: Source = select(list(dict.fromkeys(columns)))
-    return narrowed
+        yield source
+        return
+    with select(list(dict.fromkeys(columns))) as narrow:
+        yield narrow
 
 
 def _column(batch: Batch, name: str) -> NDArray[Any] | list[Any]:

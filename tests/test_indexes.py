@@ -64,6 +64,7 @@ BATCH = {
     "n": np.array([1, 2, 3, 4]),
     "text": ["a", None, "b", "a"],
     "wide": np.zeros((4, 2)),
+    "ragged": [np.arange(2)] * 4,
 }
 
 
@@ -96,10 +97,11 @@ def test_conditions(condition, wanted):
         (("n", "=", 2), "operator: wanted one of ==, !=, "),
         (("text", "in", "ab"), "in: wanted a list of values, found 'ab'"),
         (("n", "in", 3), "in: wanted a list of values, found 3"),
-        (("m", "<", 2), "no column 'm', the source has n, text, wide"),
+        (("m", "<", 2), "no column 'm', the source has n, text, wide, ragged"),
         (("text", "<", 2), "column 'text' <: "),
         (("n", "<", "x"), "column 'n'"),
         (("n", "<", [1, 2]), "<: wanted one value, found [1, 2]"),
+        (("ragged", "<", 2), "column 'ragged' <: "),
         (("wide", "<", 2), "column 'wide' has (2,) values a record"),
     ],
 )
@@ -114,6 +116,33 @@ def test_several_conditions_must_all_hold():
     kept = kept_where(source, [Where("score", ">", 3), Where("score", "not in", [7])])
     assert kept.ids.tolist() == [d for d in range(25000) if d % 10 in (4, 5, 6, 8, 9)]
     assert len(source.calls) == 4
+
+
+class Narrowing(Documents):
+    """Documents that can be asked for some columns; `narrow` are the sources that were made so."""
+
+    def select(self, columns):
+        self.narrow = [*getattr(self, "narrow", []), (columns, Narrowing(self.lengths))]
+        return self.narrow[-1][1]
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_source_for_some_columns_is_closed_again():
+    source = Narrowing(LENGTHS)
+    conditions = [Where("score", ">", 1), Where("length", ">", 1), Where("score", "<", 4)]
+    assert kept_where(source, conditions).ids.tolist() == [2, 3]
+    assert column_of(source, "length").tolist() == LENGTHS
+    with pytest.raises(Misuse, match="no column"):
+        column_of(source, "nothing")
+    assert [columns for columns, _ in source.narrow] == [
+        ["score", "length"],
+        ["length"],
+        ["nothing"],
+    ]
+    assert all(narrow.closed for _, narrow in source.narrow)
+    assert source.calls == []
 
 
 @pytest.mark.parametrize("write", ["parquet", "arrow"])
