@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         NotFound,
         StoreFailed,
         Unsupported,
+        WorkerFailed,
     )
 
 _HOME = {
@@ -41,6 +42,7 @@ _HOME = {
     "StoreFailed": "formats.errors",
     "Unsupported": "formats.errors",
     "Where": "datapipe.scanning",
+    "WorkerFailed": "formats.errors",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "StoreFailed",
     "Unsupported",
     "Where",
+    "WorkerFailed",
 ]
 
 

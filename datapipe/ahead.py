@@ -1,17 +1,21 @@
 """Working ahead: the batches that come next, made before they are asked for.
 
-A queue of batches from a position on, each made in a thread. It can be thrown away at any time and
-is: `restart` drops it, and it fills again from the new position.
+A queue of batches from a position on. Threads make them here, or worker processes whole windows of
+them. Batches for devices are placed by one thread more, at most two beyond the one delivered: the
+next one is under way while the trainer uses this one, and device memory is not filled with more.
+
+All of it can be thrown away at any time and is: `restart` drops it, and it fills again from the
+new position.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,7 +28,18 @@ from datapipe.window import Window
 from formats.errors import Misuse
 
 if TYPE_CHECKING:
+    from datapipe.crew import Crew, Job
     from datapipe.feed import Feed
+
+PLACED: Final = 2
+"""Batches on devices beyond the one that was delivered, at most."""
+_LIMITS: Final = {
+    "prefetch": (0, 1 << 20),
+    "window": (1, 1 << 20),
+    "threads": (1, 1 << 10),
+    "workers": (0, 1 << 10),
+}
+_WINDOW_OF_WORKERS: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -38,12 +53,23 @@ class Pace:
     prefetch: int = 2
     window: int = 8
     threads: int = 1
+    workers: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("prefetch", 0), ("window", 1), ("threads", 1)):
+        for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise Misuse(f"{name} must be an integer from {least} on, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise Misuse(f"{name} must be an integer from {least} to {most}, found {value!r}")
+        if self.workers and self.threads > 1:
+            raise Misuse(
+                f"threads={self.threads} with workers={self.workers}: workers make one batch at a "
+                "time each; take more workers instead of threads"
+            )
+        if self.workers and self.window > _WINDOW_OF_WORKERS:
+            raise Misuse(
+                f"window={self.window} with workers: at most {_WINDOW_OF_WORKERS} batches, since "
+                "each worker has two windows"
+            )
 
 
 class Ready(NamedTuple):
@@ -54,12 +80,15 @@ class Ready(NamedTuple):
     faults: tuple[Fault, ...]  # bad records that came up in it for the first time
 
 
-class _Coming(NamedTuple):
+@dataclass
+class _Coming:
     """A batch that is being made."""
 
-    result: Callable[[], Made]  # waits for it, or makes it now
+    made: Callable[[], Made]  # on the host; waits for it, or makes it now
     cancel: Callable[[], Any]
+    done: Callable[[], Any]  # what `made` gives is not asked for again
     next_example: int
+    placed: Future[Made] | None = None
 
 
 class Ahead:
@@ -69,28 +98,39 @@ class Ahead:
       recipe: sources and transforms.
       feed: puts batches on devices; None: they stay on the host.
       pace: how far, and with what.
+
+    Raises:
+      Misuse: there are to be workers, and part of the recipe cannot be sent to them.
     """
 
     def __init__(self, recipe: Recipe, feed: Feed | None, pace: Pace) -> None:
         self._recipe = recipe
         self._feed = feed
+        self._rows = None if feed is None else feed.rows
         self._pace = pace
         self._queue: deque[_Coming] = deque()
-        self._executor: ThreadPoolExecutor | None = None
+        self._makers: ThreadPoolExecutor | None = None
+        self._placer: ThreadPoolExecutor | None = None
+        self._crew: Crew | None = None
+        if pace.workers:
+            from datapipe.crew import Crew
+
+            self._crew = Crew(recipe, self._rows, pace.workers, pace.window)
 
     def restart(self, plan: Plan, next_example: int, replaced: Replaced) -> None:
         """Drops what was made, and goes on from this position of this plan.
 
         Records in `replaced` are replaced by others.
         """
-        for coming in self._queue:
-            coming.cancel()
-        self._queue.clear()
+        self._drop()
+        if self._crew is not None:
+            self._crew.restart()
         self._plan = plan
         self._replaced = replaced
         self._planned_to = next_example
-        self._window: Window | None = None
-        self._window_used = 0
+        self._is_at_end = False
+        self._windows: deque[Window | Job] = deque()
+        self._used = 0  # of the first window
         self._window_size = 1  # the first batch must not wait for a whole window to be read
 
     def replace(self, replaced: Replaced, next_example: int) -> None:
@@ -106,7 +146,7 @@ class Ahead:
 
     def _is_ahead(self, records: Replaced, next_example: int) -> bool:
         """Is one of these in a batch that was made, or whose records were read?"""
-        left = 0 if self._window is None else self._window.count - self._window_used
+        left = sum(window.count for window in self._windows) - self._used
         batches = self._plan.examples(next_example, len(self._queue) + left)
         examples = np.concatenate([np.zeros(0, np.int64), *batches])
         rows = Rows(examples, *self._plan.locate(examples))
@@ -118,6 +158,8 @@ class Ahead:
     def start(self) -> None:
         """Starts to make as many batches as the pace allows."""
         self._fill(self._pace.prefetch)
+        if self._feed is not None:
+            self._place(self._feed)
 
     def next(self) -> Ready | None:
         """The next batch; waits for it. None at the end of the plan.
@@ -131,55 +173,100 @@ class Ahead:
         if not self._queue:
             return None
         coming = self._queue[0]
-        made = coming.result()
+        placed = coming.placed
+        made = _placed(coming, self._feed) if placed is None else placed.result()
         new = tuple(fault for fault in made.faults if fault.pair not in self._replaced)
         limit = self._recipe.tolerance.limit
         if new and len(self._replaced) + len(new) > limit:
             raise too_many(len(self._replaced), new, limit)
         self._queue.popleft()  # only now: an interrupt while waiting loses nothing
+        coming.done()
         return Ready(made.batch, coming.next_example, new)
 
     def close(self, *, wait: bool) -> None:
-        """Stops working; `wait`: until the threads have ended."""
+        """Stops working; `wait`: until threads and processes have ended."""
+        self._drop()
+        if self._crew is not None:
+            self._crew.close(wait=wait)
+        for executor in (self._makers, self._placer):
+            if executor is not None:
+                executor.shutdown(wait=wait, cancel_futures=True)
+
+    # -- the queue -----------------------------------------------------------------------------
+
+    def _drop(self) -> None:
         for coming in self._queue:
             coming.cancel()
+            if coming.placed is not None:
+                coming.placed.cancel()
         self._queue.clear()
-        if self._executor is not None:
-            self._executor.shutdown(wait=wait, cancel_futures=True)
 
     def _fill(self, wanted: int) -> None:
-        while len(self._queue) < wanted:
-            if self._window is None or self._window_used == self._window.count:
-                rows = None if self._feed is None else self._feed.rows
-                size = self._window_size
-                window = Window(
-                    self._recipe, self._plan, self._planned_to, size, rows, self._replaced
-                )
-                if window.count == 0:
-                    return
-                self._window, self._window_used = window, 0
-                self._window_size = min(2 * self._window_size, self._pace.window)
-            work = partial(_make, self._window, self._window_used, self._feed)
-            self._planned_to = self._window.position_after(self._window_used)
-            self._window_used += 1
-            self._queue.append(self._submit(work))
+        while len(self._queue) < wanted and self._has_window():
+            self._queue.append(self._coming(self._windows[0], self._used))
+            self._used += 1
+        while self._crew is not None and self._crew.has_room and self._open():
+            pass
 
-    def _submit(self, work: Callable[[], Made]) -> _Coming:
+    def _coming(self, window: Window | Job, index: int) -> _Coming:
+        position = window.position_after(index)
+        work = partial(window.batch, index)
+        if not isinstance(window, Window):
+            return _Coming(work, _nothing, partial(window.done, index), position)
         if self._pace.prefetch == 0:
-            return _Coming(work, _nothing, self._planned_to)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._pace.threads, "datapipe")
-        future = self._executor.submit(work)
-        return _Coming(future.result, future.cancel, self._planned_to)
+            return _Coming(work, _nothing, _nothing, position)
+        if self._makers is None:
+            self._makers = ThreadPoolExecutor(self._pace.threads, "datapipe")
+        future = self._makers.submit(work)
+        return _Coming(future.result, future.cancel, _nothing, position)
+
+    def _place(self, feed: Feed) -> None:
+        """Has the first few of the queue placed on their devices."""
+        if self._pace.prefetch == 0:
+            return
+        for coming in list(self._queue)[:PLACED]:
+            if coming.placed is None:
+                if self._placer is None:
+                    self._placer = ThreadPoolExecutor(1, "datapipe-place")
+                coming.placed = self._placer.submit(_placed, coming, feed)
+
+    # -- windows -------------------------------------------------------------------------------
+
+    def _has_window(self) -> bool:
+        """Whether there is one with a batch that is not in the queue."""
+        if self._windows and self._used == self._windows[0].count:
+            self._windows.popleft()
+            self._used = 0
+        return bool(self._windows) or self._open()
+
+    def _open(self) -> bool:
+        """Begins another window; False at the end of the plan."""
+        if self._is_at_end:
+            return False
+        start, size = self._planned_to, self._window_size
+        window: Window | Job
+        if self._crew is not None:
+            window = self._crew.window(self._plan, start, size, self._replaced)
+        else:
+            recipe, plan, rows = self._recipe, self._plan, self._rows
+            window = Window(recipe, plan, start, size, rows, self._replaced)
+        if window.count == 0:
+            self._is_at_end = True
+            return False
+        self._windows.append(window)
+        self._planned_to = window.position_after(window.count - 1)
+        self._window_size = min(2 * size, self._pace.window)
+        return True
 
 
-def _make(window: Window, index: int, feed: Feed | None) -> Made:
-    try:
-        made = window.batch(index)
-    except StopIteration as error:  # from a function of the user: it would look like the end
-        raise RuntimeError("a function of the pipeline raised StopIteration") from error
-    return made if feed is None else made._replace(batch=feed.place(made.batch))
+def _placed(coming: _Coming, feed: Feed | None) -> Made:
+    """The batch where it belongs."""
+    made = coming.made()
+    if feed is not None:
+        made = made._replace(batch=feed.place(made.batch))
+        coming.done()
+    return made
 
 
 def _nothing() -> None:
-    """Nothing to cancel: the batch is made when it is asked for."""
+    """Nothing to cancel or to let go: the batch is made when it is asked for."""

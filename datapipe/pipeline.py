@@ -247,25 +247,33 @@ class Pipeline:
         prefetch: int = 2,
         window: int = 8,
         threads: int = 1,
+        workers: int = 0,
     ) -> Iterator:
         """An iterator at example 0.
 
         Args:
           sharding: batches become global `jax.Array`s with it, its first axis along the batch;
             each process reads only the rows that its devices hold.
-          prefetch: batches made ahead in threads; 0: each is made when it is asked for.
+          prefetch: batches made ahead in threads; 0: each is made when it is asked for. With a
+            sharding, at most two beyond the one delivered are on devices, or on the way there.
           window: batches whose records are read by one call, sorted by place; that many batches
             of raw records are held in memory. Grows from 1 after every change of position.
           threads: batches made at a time; more than one needs functions that are thread-safe.
+          workers: processes that make batches, for functions in Python that take long; 0: they
+            are made in this one. Each has up to two windows of batches, in memory that it shares
+            with this process: `2 * workers * window` batches beside `window` of raw records for
+            each. A batch may be kept: from the fifth one on they are copied out of that memory.
 
-        None of these changes what comes out.
+        None of these changes what comes out. What goes to workers must be picklable; functions
+        and classes of the program itself, lambdas and closures are.
 
         Raises:
-          Misuse: an argument is out of range, or the batch cannot be sharded like that.
+          Misuse: an argument is out of range, the batch cannot be sharded like that, or something
+            cannot be sent to workers.
         """
         from datapipe.iterator import Iterator  # Grain takes a second to import
 
-        pace = Pace(prefetch=prefetch, window=window, threads=threads)
+        pace = Pace(prefetch, window, threads, workers)
         feed = None
         if sharding is not None:
             from datapipe.feed import Feed

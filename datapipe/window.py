@@ -69,7 +69,10 @@ class Window:
             if self._shares is None:
                 self._shares = self._read()
         planned, done = self._shares[index]
-        return make(self._recipe, planned, self._replaced, done)
+        try:
+            return make(self._recipe, planned, self._replaced, done)
+        except StopIteration as error:  # from a function of the user: it would look like the end
+            raise RuntimeError("a function of the pipeline raised StopIteration") from error
 
     def _read(self) -> list[tuple[Rows, Readable | None]]:
         """Of each batch its rows, and what was read for it.

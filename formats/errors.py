@@ -8,6 +8,7 @@
     ├── Mismatch       files, schemas or fingerprints disagree; `differences` lists all of them
     ├── Damaged        a file cannot be read as what its name says
     ├── Unsupported    a format, column type or location this release cannot read
+    ├── WorkerFailed   worker processes die again and again, or cannot be started
     ├── StoreFailed    the store did not answer, or refused (never means "absent")
     └── Misuse         the call cannot mean anything here (also a ValueError)
         └── OutOfRange     a record number that the source does not have (also an IndexError)
@@ -74,6 +75,10 @@ class Unsupported(DataError):
 
 class StoreFailed(DataError):
     """The store failed or did not answer; says nothing about what it holds."""
+
+
+class WorkerFailed(DataError):
+    """Worker processes die again and again, or cannot be started; nothing is lost."""
 
 
 class Misuse(DataError, ValueError):
