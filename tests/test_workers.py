@@ -284,3 +284,19 @@ def test_what_cannot_be_sent_is_named():
         pipe.iterator(workers=1, threads=2)
     with pytest.raises(Misuse, match="workers must be an integer from 0 to 1024, found -1"):
         pipe.iterator(workers=-1)
+
+
+def test_bad_records_are_replaced_by_workers_too(caplog):
+    source = Records(40, bad=[3, 17, 18, 30])
+    pipe = Pipeline(source, batch_size=4, seed=1, epochs=3, on_bad_record="replace")
+    pipe = pipe.map(number, version="1")
+    plain = pipe.iterator(prefetch=0)
+    with pipe.iterator(workers=2, window=2) as iterator:
+        for batch in plain:
+            assert next(iterator).tolist() == batch.tolist()
+            assert iterator.get_state() == plain.get_state()
+    limited = Pipeline(source, batch_size=4, seed=1, on_bad_record="replace", bad_record_limit=2)
+    with limited.map(number, version="1").iterator(workers=1) as iterator:
+        with pytest.raises(BadRecord, match="bad_record_limit=2 may be replaced"):
+            list(iterator)
+        assert len(iterator.get_state()["replaced"]) >= 1
