@@ -61,8 +61,8 @@ def skips_of(
         counted = course.held(batches, start)
         for part in counted.covering:
             _log.warning(
-                "%s: data %r: the batch size of steps %d to %d is not known for certain: all "
-                "examples are left out that they may have used, %s",
+                "%s: data %r: the batch size or mixture of steps %d to %d is not known for "
+                "certain: all examples are left out that they may have used, %s",
                 sources.home.location,
                 name,
                 part.start + 1,

@@ -35,6 +35,13 @@ class Examples(Protocol):
     ) -> int | None:
         """The `next_example` of the state so many batches later, at least one."""
 
+    def toward(self, state: Json, later: Json) -> Json:
+        """The state with the order that was in force until a later one.
+
+        As it is where nothing has changed in between, or `later` does not lie ahead of it. None: as
+        the iterator of today would go on from it.
+        """
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -75,6 +82,8 @@ class _Piece:
     skips: Sequence[tuple[int, int]]
     until: int | None = None
     """The position behind the last one, where nothing is known of each."""
+    certain: bool = True
+    """Else they may have been served in another order."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Course:
         covering: list[range] = []
         for start, pieces in self._pieces(batches, base):
             self._count(start, pieces, batches, found, covering)
-        return Counted(found, tuple(covering))
+        return Counted(found, tuple(dict.fromkeys(covering)))
 
     def _pieces(self, wanted: range, base: Commit) -> list[tuple[Commit, list[_Piece]]]:
         steps = [step for step in sorted(self.steps) if step > base.step]
@@ -113,7 +122,7 @@ class Course:
         found = [] if last is None else self._between(base, last, inner)
         newest = base if last is None else last
         if newest.step < wanted.stop:
-            found.append((newest, self._since(newest, wanted)))
+            found += self._since(newest, wanted)
         return found
 
     def _at(self, step: int) -> Commit | None:
@@ -127,6 +136,7 @@ class Course:
         self, one: Commit, two: Commit, inner: list[int]
     ) -> list[tuple[Commit, list[_Piece]]]:
         """Looks at as few commits between them as will do."""
+        one = self._toward(one, two.state)
         pieces = self._known(one, two)
         if all(piece.least for piece in pieces) and self._agree(
             one, two, pieces, has_inner=bool(inner)
@@ -192,8 +202,29 @@ class Course:
 
     # -- after the last commit ---------------------------------------------------------------------
 
-    def _since(self, last: Commit, wanted: range) -> list[_Piece]:
+    def _since(self, last: Commit, wanted: range) -> list[tuple[Commit, list[_Piece]]]:
+        """Twice, where the order has changed and it is not known which one was in force."""
+        if self.now is None:
+            return [(last, self._sized(last, wanted)[0])]
+        ahead = self._toward(last, None if self.now.attempt is None else self.now.state)
+        pieces, served = self._sized(ahead, wanted)
+        if served or ahead == last or self._same(last, ahead, pieces, wanted):
+            return [(ahead, pieces)]
+        either = [replace(piece, certain=False) for piece in pieces]
+        return [(last, either), (ahead, either)]
+
+    def _same(self, one: Commit, two: Commit, pieces: Sequence[_Piece], wanted: range) -> bool:
+        """Whichever order it was: were it the same examples?"""
+        found: list[Ranges] = []
+        for base in (one, two):
+            found.append([])
+            self._count(base, pieces, wanted, found[-1], [])
+        return found[0] == found[1]
+
+    def _sized(self, last: Commit, wanted: range) -> tuple[list[_Piece], bool]:
+        """And whether the iterator of today has served them."""
         pieces: list[_Piece] = []
+        served = self.now is not None and self.now.attempt == last.attempt
         for attempt, share in self._shares(last.step, wanted.stop):
             left = attempt != self.line[0].attempt
             sizes = {last.batch_size, *([] if self.now is None else [self.now.batch_size])}
@@ -202,8 +233,9 @@ class Course:
             elif self._serves(attempt, last, pieces, share.start, wanted.start):
                 assert self.now is not None
                 sizes = {self.now.batch_size}
+                served = True
             pieces.append(self._piece(attempt, share, min(sizes), max(sizes)))
-        return pieces
+        return pieces, served
 
     def _serves(
         self, attempt: int, last: Commit, before: Sequence[_Piece], start: int, wanted: int
@@ -228,6 +260,9 @@ class Course:
 
         done = _most(here - _known_position(began), here, served_to)
         return done > 0 and served_to(done) == here and wanted < start + done
+
+    def _toward(self, commit: Commit, later: Json) -> Commit:
+        return replace(commit, state=self.examples.toward(commit.state, later))
 
     # -- arithmetic --------------------------------------------------------------------------------
 
@@ -258,6 +293,7 @@ class Course:
             exact = piece.until is None and low == high and piece.least == piece.most
             if part and exact:
                 found += self._span(low.state, first, stop, piece.skips, piece.least)
+                covering += [] if piece.certain else [part]
             elif part:
                 start, end = _known_position(low), piece.until
                 if end is None:

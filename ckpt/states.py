@@ -70,6 +70,17 @@ class Positioned(Protocol):
         """The `next_example` of the state so many batches later."""
 
 
+@runtime_checkable
+class Changing(Protocol):
+    """An iterator whose order may change on the way: weights change, sources grow."""
+
+    def toward(self, state: Json, later: Json) -> Json:
+        """`state` as one on the way to `later` knows it: with the order in force until there.
+
+        As it is, where `later` does not lie ahead; None: as the iterator would go on from it.
+        """
+
+
 def as_json(value: Json, what: str) -> Json:
     """A copy of a value as JSON gives it back: tuples are lists, NaN and infinities stay.
 
@@ -304,6 +315,10 @@ class SpansOf:
         spans = list(self.span(state, 0, batches, skips, size))
         return int(spans[-1][1]) if spans else None
 
+    def toward(self, state: Json, later: Json) -> Json:
+        """The state with what is known later of the order behind it."""
+        return _toward(self.iterator, state, later)
+
 
 def spans_of(name: str, iterator: Iterator) -> SpansOf:
     """How the batches of an iterator are counted.
@@ -331,7 +346,7 @@ def check_moved(
         old, new = before.get(name), now[name]
         if old is None or not isinstance(each, Skipping):
             continue
-        wanted = _next_example(each, old["state"], steps)
+        wanted = _next_example(each, _toward(each, old["state"], new["state"]), steps)
         found = new["state"].get("next_example") if isinstance(new["state"], dict) else None
         if wanted is None or found is None or found == wanted:
             continue
@@ -342,6 +357,10 @@ def check_moved(
             f"{'far' if moved > 0 else 'little'}; call save after the step that used the batch "
             "and before the next one is taken"
         )
+
+
+def _toward(iterator: Skipping, state: Json, later: Json) -> Json:
+    return iterator.toward(state, later) if isinstance(iterator, Changing) else state
 
 
 def _next_example(iterator: Skipping, state: Json, steps: int) -> int | None:

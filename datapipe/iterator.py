@@ -18,8 +18,9 @@ from datapipe import state as states
 from datapipe.ahead import Ahead
 from datapipe.faults import Fault
 from datapipe.plan import Plan
+from datapipe.segments import Positions
 from datapipe.substitutes import Replaced
-from formats.errors import Mismatch, Misuse
+from formats.errors import Misuse
 
 _log = logging.getLogger("datapipe")
 
@@ -32,10 +33,10 @@ class Iterator(grain.DatasetIterator[Any]):
     is a `DatasetIterator`; the same rule holds: one thread at a time.
     """
 
-    def __init__(self, plan: Plan, identity: states.JSON, ahead: Ahead) -> None:
+    def __init__(self, positions: Positions, ahead: Ahead) -> None:
         super().__init__()
-        self._plan = plan
-        self._identity = identity
+        self._positions = positions
+        self._plan = positions.plan
         self._ahead = ahead
         self._next_example = 0
         self._replaced = Replaced()
@@ -112,24 +113,30 @@ class Iterator(grain.DatasetIterator[Any]):
         `replaced` differs: each process knows the bad records that it came upon, and those that
         `set_state` told it.
         """
+        segments = states.segments_in(self._plan.order.segments)
+        identity = {**self._positions.identity, "segments": segments}
         skipped = tuple(self._plan.skipped)
-        found = states.State(self._next_example, skipped, self._replaced, self._identity)
+        found = states.State(self._next_example, skipped, self._replaced, identity)
         return found.to_json()
 
     def set_state(self, state: states.JSON) -> None:
-        """Goes to a saved position; its skips and replaced records take the place of those here.
+        """Goes to a saved position; its skips, segments and replaced records become those here.
 
         Reads nothing. What is replaced there is replaced from here on, also if it could be read now
-        and whatever `on_bad_record` says.
+        and whatever `on_bad_record` says. With `on_change="segment"` a segment is opened there if
+        the data has changed; the log says so.
 
         Raises:
           Mismatch: the state belongs to another source, seed, shuffle or other transforms, or
             lies beyond the end; `differences` lists all. The iterator is left as it was.
           Damaged, Unsupported: see `State.from_json`.
         """
-        saved = self._parsed(state)
+        saved = states.State.from_json(state)
+        resumed = self._positions.resumed(saved, self._plan)
         self._refuse_closed()
-        self._plan = self._plan.unskipped().skipping(saved.skips)
+        if resumed.told:
+            _log.warning("%s", resumed.told)
+        self._plan = resumed.plan
         self._next_example = saved.next_example
         self._replaced = saved.replaced
         self._drop_ahead()
@@ -169,8 +176,9 @@ class Iterator(grain.DatasetIterator[Any]):
     ) -> list[tuple[int, int]]:
         """What batches first..stop-1 hold, counted from a saved state of this run.
 
-        Under the skips of that state, with `skips` beside them, and `batch_size` (None: the one
-        here); ranges as `skip` takes them.
+        Under the segments and skips of that state, with `skips` beside them, and `batch_size`
+        (None: the one here); ranges as `skip` takes them. Where a segment was opened after it, give
+        what `toward` returns.
 
         Raises:
           Mismatch, Damaged, Unsupported: as `set_state`.
@@ -193,11 +201,23 @@ class Iterator(grain.DatasetIterator[Any]):
         saved, plan = self._counted(state, skips, batch_size)
         return plan.advance(saved.next_example, batches)
 
+    def toward(self, state: states.JSON, later: states.JSON | None) -> states.JSON:
+        """A saved state of this run with the segments that were opened until a later one.
+
+        So that `span` and `position_after` count what was served between the two. As it is, where
+        `later` does not lie ahead; None: as this iterator would go on from it.
+
+        Raises:
+          Damaged, Unsupported: see `State.from_json`.
+        """
+        end = None if later is None else states.State.from_json(later)
+        return self._positions.toward(states.State.from_json(state), end).to_json()
+
     def _counted(
         self, state: states.JSON, skips: Iterable[tuple[int, int]], batch_size: int | None
     ) -> tuple[states.State, Plan]:
-        saved = self._parsed(state)
-        plan = self._plan.unskipped().skipping([*saved.skips, *skips])
+        saved = states.State.from_json(state)
+        plan = self._positions.counted(saved, skips)
         return saved, plan if batch_size is None else replace(plan, batch_size=batch_size)
 
     # -- within --------------------------------------------------------------------------------
@@ -221,18 +241,6 @@ class Iterator(grain.DatasetIterator[Any]):
     def _refuse_closed(self) -> None:
         if self._closed:
             raise Misuse("this iterator is closed; take a new one from the pipeline")
-
-    def _parsed(self, state: states.JSON) -> states.State:
-        saved = states.State.from_json(state)
-        differences = states.mismatch(saved.identity, self._identity)
-        if saved.next_example > self._plan.end:
-            differences.append(
-                f"next_example: saved {saved.next_example}, here the last epoch ends at "
-                f"{self._plan.end}; give more epochs"
-            )
-        if differences:
-            raise Mismatch("the saved position belongs to other data:", differences)
-        return saved
 
 
 class Dataset(grain.IterDataset[Any]):

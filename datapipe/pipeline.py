@@ -17,6 +17,7 @@ from datapipe.mixing import Mixture
 from datapipe.numbers import integer
 from datapipe.plan import Plan, Remainder
 from datapipe.provenance import Held, held, holding
+from datapipe.segments import ON_CHANGE, OnChange, Positions
 from datapipe.stages import Filter, Packing, staged
 from datapipe.state import JSON, identity
 from datapipe.streams import SHUFFLES, Shuffle
@@ -187,8 +188,11 @@ class Pipeline:
     def identity(self) -> JSON:
         """What saved positions belong to; asks the sources for their fingerprints, once."""
         labels = [transform.label for transform in self.transforms]
-        found = {name: source.fingerprint() for name, source in self.sources.items()}
-        return identity(self.plan.order, found, labels)
+        return identity(self.plan.order, self._fingerprints, labels)
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, dict[str, Any]]:
+        return {name: source.fingerprint() for name, source in self.sources.items()}
 
     @property
     def _tolerance(self) -> Tolerance:
@@ -243,6 +247,7 @@ class Pipeline:
     def iterator(
         self,
         *,
+        on_change: OnChange = "raise",
         sharding: jax.sharding.Sharding | None = None,
         prefetch: int = 2,
         window: int = 8,
@@ -252,6 +257,11 @@ class Pipeline:
         """An iterator at example 0.
 
         Args:
+          on_change: what `set_state` does with a position of a run that had other weights, shorter
+            sources or fewer of them: "raise", or "segment": the run goes on from there with those
+            of today, and the state tells of both (see `datapipe.segments`). A source may have grown
+            by files behind those it had; new sources come last. Their new records are served from
+            the next epoch of the source on.
           sharding: batches become global `jax.Array`s with it, its first axis along the batch;
             each process reads only the rows that its devices hold.
           prefetch: batches made ahead in threads; 0: each is made when it is asked for. With a
@@ -264,7 +274,7 @@ class Pipeline:
             with this process: `2 * workers * window` batches beside `window` of raw records for
             each. A batch may be kept: from the fifth one on they are copied out of that memory.
 
-        None of these changes what comes out. What goes to workers must be picklable; functions
+        None of the others changes what comes out. What goes to workers must be picklable; functions
         and classes of the program itself, lambdas and closures are.
 
         Raises:
@@ -273,6 +283,8 @@ class Pipeline:
         """
         from datapipe.iterator import Iterator  # Grain takes a second to import
 
+        if on_change not in ON_CHANGE:
+            raise Misuse(f"on_change must be one of {', '.join(ON_CHANGE)}, found {on_change!r}")
         pace = Pace(prefetch, window, threads, workers)
         feed = None
         if sharding is not None:
@@ -283,7 +295,8 @@ class Pipeline:
             feed = Feed(sharding, self.plan.batch_size)
         sources = tuple(self.sources.values())
         recipe = Recipe(sources, self.transforms, self.plan.order.seed, self._tolerance)
-        return Iterator(self.plan, self.identity, Ahead(recipe, feed, pace))
+        positions = Positions(self.plan, self.identity, self._fingerprints, on_change)
+        return Iterator(positions, Ahead(recipe, feed, pace))
 
     def dataset(self, **options: Any) -> Dataset:
         """The pipeline as a `grain.IterDataset`, to put Grain's own transformations behind it.

@@ -130,10 +130,17 @@ class Plan:
         more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
         for source, start, stop in map(_parted, addresses):
             if source >= len(more):
-                raise Misuse(f"a skip of source {source}, here are {len(more)}")
+                raise Misuse(
+                    f"a skip of source {source}, here are {len(more)}: a source of which examples "
+                    "are skipped stays, be it with a weight of 0"
+                )
             more[source].append((start, stop))
         both = (old.union(new) for old, new in zip(self.skips, more, strict=True))
         return replace(self, skips=tuple(both))
+
+    def present(self, addresses: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The ranges of the sources there are: others may come in later."""
+        return [each for each in addresses if each[0] < self.order.source_count * LIMIT]
 
     def unskipped(self) -> Plan:
         """This plan with nothing skipped."""

@@ -13,11 +13,12 @@
 
 It counts examples of the whole run, so that it is the same for any number of processes, threads
 and workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
-*identity*: a state is refused where they differ. How long the run goes on (`epochs`, `remainder`)
-is no part of it. Skips are addresses (see `datapipe.plan`). The sources stand in the order of
-their numbers: a new one comes behind those that are there. Others stand in for the records in
-`replaced`, given by their ids (see `datapipe.substitutes`), also where they can be read by now; a
-state of format 2, which is read as well, has none.
+*identity*: a state is refused where they differ, unless a segment may open that leads from one to
+the other (see `datapipe.segments`). How long the run goes on (`epochs`, `remainder`) is no part of
+it. Skips are addresses (see `datapipe.plan`). The sources stand in the order of their numbers: a
+new one comes behind those that are there. Others stand in for the records in `replaced`, given by
+their ids (see `datapipe.substitutes`), also where they can be read by now; a state of format 2,
+which is read as well, has none.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -122,19 +123,24 @@ def identity(
       transforms: kind and version of each, in order.
     """
     return {
-        "segments": [
-            {"first": each.first, "items": list(each.items), "counts": list(each.counts)}
-            for each in order.segments
-        ],
+        "segments": segments_in(order.segments),
         "plan": {
             "version": plan.VERSION,
             "permutation": permute.VERSION,
             "seed": order.seed,
             "shuffle": order.shuffle,
         },
-        "sources": [[name, _condensed(found)] for name, found in fingerprints.items()],
+        "sources": [[name, condensed(found)] for name, found in fingerprints.items()],
         "transforms": list(transforms),
     }
+
+
+def segments_in(segments: Iterable[Segment]) -> list[JSON]:
+    """Those of a plan, for an identity."""
+    return [
+        {"first": each.first, "items": list(each.items), "counts": list(each.counts)}
+        for each in segments
+    ]
 
 
 def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -176,7 +182,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _condensed(fingerprint: Mapping[str, object]) -> JSON:
+def condensed(fingerprint: Mapping[str, object]) -> JSON:
     """A fingerprint of any length as a digest and as many of its short fields as have room."""
     try:
         text = json.dumps(fingerprint, sort_keys=True, allow_nan=False)

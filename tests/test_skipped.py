@@ -33,14 +33,26 @@ def iterator(batch_size: int, remainder: Any = "carry") -> Any:
     return pipeline.iterator(prefetch=0)
 
 
+def mixed(batch_size: int, weights: tuple[int, ...]) -> Any:
+    """As many sources as weights."""
+    sources = {name: Columns(97, name=name) for name in "abc"[: len(weights)]}
+    shares = dict(zip(sources, weights, strict=True))
+    pipeline = Pipeline(sources, batch_size=batch_size, seed=3, weights=shares)
+    return pipeline.iterator(prefetch=0, on_change="segment")
+
+
 # --- any history, by the pure functions -----------------------------------------------------------
 
 
 class Trained:
     """A run that writes down every example of every step. Reads no data."""
 
-    def __init__(self, sizes: list[int], remainder: str = "carry") -> None:
+    def __init__(
+        self, sizes: list[int], remainder: str = "carry", weights: tuple[int, ...] = ()
+    ) -> None:
         self.remainder = remainder
+        self.weights = weights
+        self.mixtures: set[tuple[int, ...]] = set()
         self.decisions: dict[int, Decision] = {}
         self.commits: dict[StepId, Commit] = {}
         self.served: dict[tuple[int, int], set[int]] = {}
@@ -68,13 +80,19 @@ class Trained:
         self.decisions[number] = decide(
             number, kind, parent=parent, newest=newest, current=current, skips=skips
         )
-        self.told.append(f"{number}: {kind} from {parent}, {size} a batch, skips {skips}")
-        self.data = iterator(size, self.remainder)
+        self.told.append(
+            f"{number}: {kind} from {parent}, {size} a batch, weights {self.weights}, skips {skips}"
+        )
+        self.data = self.iterator(size)
+        self.mixtures.add(self.weights)
         self.step = 0
         if parent is not None:
             self.data.set_state(self.commits[parent].state)
             self.step = parent.step
         self.data.skip(self.head.skips.get("data", ()))
+
+    def iterator(self, size: int) -> Any:
+        return mixed(size, self.weights) if self.weights else iterator(size, self.remainder)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -87,7 +105,7 @@ class Trained:
     def ramp(self) -> None:
         """Twice as large batches from now on, by the same attempt."""
         state = self.data.get_state()
-        self.data = iterator(2 * self.data.batch_size, self.remainder)
+        self.data = self.iterator(2 * self.data.batch_size)
         self.data.set_state(state)
         self.told.append(f"{self.data.batch_size} a batch")
 
@@ -132,10 +150,21 @@ def members(ranges: Any) -> set[int]:
     return {example for start, stop in ranges for example in range(start, stop)}
 
 
-def played(draw: Any, sizes: list[int], *, retire: bool) -> Trained:
-    run = Trained(sizes, draw(st.sampled_from(["carry", "drop", "keep"]), label="remainder"))
+def weighted(draw: Any, before: tuple[int, ...]) -> tuple[int, ...]:
+    """Weights of the sources there are, and now and then of one more."""
+    count = draw(st.integers(max(2, len(before)), 3), label="sources")
+    shares = st.lists(st.integers(0, 3), min_size=count, max_size=count).filter(any)
+    return tuple(draw(shares, label="weights"))
+
+
+def played(draw: Any, sizes: list[int], *, retire: bool, mixing: bool = False) -> Trained:
+    if mixing:
+        run = Trained(sizes, weights=weighted(draw, ()))
+    else:
+        run = Trained(sizes, draw(st.sampled_from(["carry", "drop", "keep"]), label="remainder"))
     operations = ["train", "train", "save", "restart", "rewind", "back"]
     operations += ["retire"] if retire else ["ramp"]
+    operations += ["weights"] if mixing else []
     for operation in draw(st.lists(st.sampled_from(operations), max_size=14), label="played"):
         size = draw(st.sampled_from(sizes), label="size")
         if operation == "train":
@@ -152,6 +181,8 @@ def played(draw: Any, sizes: list[int], *, retire: bool) -> Trained:
         elif operation == "back":
             to = draw(st.sampled_from(sorted(run.commits)), label="back to")
             run.begin("rewind", to, size)
+        elif operation == "weights":  # from the next start on
+            run.weights = weighted(draw, run.weights)
         elif operation == "ramp" and run.data.batch_size <= 24:
             run.save()
             run.ramp()
@@ -173,7 +204,7 @@ def drawn(draw: Any, run: Trained) -> range:
 def test_what_was_served_is_skipped_and_nothing_else(data: st.DataObject) -> None:
     """Every step that was gone on from is there, and the attempt that is running has served."""
     sizes = data.draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), label="sizes")
-    run = played(data.draw, sizes, retire=False)
+    run = played(data.draw, sizes, retire=False, mixing=data.draw(st.booleans(), label="mixing"))
     run.train(1)
     batches = drawn(data.draw, run)
     found = run.held(batches)
@@ -189,14 +220,14 @@ def test_what_was_served_is_skipped_and_nothing_else(data: st.DataObject) -> Non
 def test_whatever_retention_has_left_all_that_was_served_is_skipped(data: st.DataObject) -> None:
     """Where sizes are lost, more is skipped, and told."""
     sizes = data.draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), label="sizes")
-    run = played(data.draw, sizes, retire=True)
+    run = played(data.draw, sizes, retire=True, mixing=data.draw(st.booleans(), label="mixing"))
     run.train(1)
     batches = drawn(data.draw, run)
     found = run.held(batches)
     assert run.examples(batches) <= members(found.ranges), (run.told, found)
     if not found.covering:
         assert members(found.ranges) == run.examples(batches), (run.told, found)
-    if len(set(sizes)) == 1:
+    if len(set(sizes)) == len(run.mixtures) == 1:
         assert found.covering == (), (run.told, found)
 
 

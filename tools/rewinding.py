@@ -35,6 +35,7 @@ from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
 from datapipe.examples import Examples
 from datapipe.plan import Plan
+from datapipe.segments import toward
 from datapipe.state import State, segments_of
 from formats.errors import DataError
 from tools.places import run_at
@@ -221,11 +222,15 @@ class _Saved:
         plan, at = self._plan(state, skips, size)
         return plan.advance(at, batches)
 
+    def toward(self, state: Json, later: Json) -> Json:
+        return toward(State.from_json(state), State.from_json(later)).to_json()
+
     def _plan(self, state: Json, skips: Sequence[tuple[int, int]], size: int) -> tuple[Plan, int]:
         saved = State.from_json(state)
         # Which record stands where is not asked, so any seed will do.
         order = Examples(segments_of(saved.identity["segments"]), seed=0)
-        return Plan(order, size).skipping([*saved.skips, *skips]), saved.next_example
+        plan = Plan(order, size)
+        return plan.skipping([*saved.skips, *plan.present(skips)]), saved.next_example
 
 
 def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:
