@@ -19,7 +19,7 @@ from plan_oracle import block
 
 import ckpt
 import formats
-from datapipe import Damaged, Mismatch, Misuse, Pipeline
+from datapipe import Damaged, Mismatch, Misuse, Pipeline, Where
 from datapipe.mixing import Mixture
 from datapipe.permute import LIMIT, Permutation
 from formats.source import sealed
@@ -505,6 +505,36 @@ def test_shards_are_appended(tmp_path: Path) -> None:
     assert len({*served[20:36]}) == 16
     write("a.array_record", 0, 11)
     with iterator() as data, pytest.raises(Mismatch, match=r"sources\.source: grown from 10 to 18"):
+        data.set_state(state)
+
+
+def test_what_is_filtered_takes_other_weights_and_cannot_grow(tmp_path: Path) -> None:
+    def write(name: str, first: int, count: int) -> None:
+        formats.write_parquet(tmp_path / name, {"id": np.arange(first, first + count)})
+
+    def iterator(weights: dict[str, int]) -> Any:
+        both = {name: formats.open_source(tmp_path / f"{name}-*.parquet") for name in weights}
+        kept = {"a": Where("id", "<", 30)}
+        pipe = Pipeline(both, batch_size=4, seed=1, weights=weights, filter=kept)
+        return pipe.iterator(prefetch=0, on_change="segment")
+
+    write("a-0.parquet", 0, 40)
+    write("b-0.parquet", 100, 30)
+    with iterator({"a": 1, "b": 1}) as data:
+        before = [i for _ in range(5) for i in next(data)["id"].tolist()]
+        state = data.get_state()
+    write("b-1.parquet", 130, 30)
+    with iterator({"a": 2, "b": 1}) as data:
+        data.set_state(state)
+        served = before + [i for _ in range(6) for i in next(data)["id"].tolist()]
+        state = data.get_state()
+    assert Counter(i >= 100 for i in served) == {False: 10 + 16, True: 10 + 8}
+    assert len({*served}) == len(served)
+    write("a-1.parquet", 0, 8)
+    with (
+        iterator({"a": 2, "b": 1}) as data,
+        pytest.raises(Mismatch, match=r"sources\.a: grown from 30 to 38 records, and its files"),
+    ):
         data.set_state(state)
 
 
