@@ -64,29 +64,29 @@ def assemble(
     rows, capacity = shape
     used = np.bincount(pieces.rows, pieces.lengths, minlength=rows).astype(np.int64)
     counts = np.bincount(pieces.rows, minlength=rows)
-    firsts = np.cumsum(counts) - counts
+    ends = np.cumsum(counts)
+    segment = np.arange(1, pieces.rows.size + 1) - (ends - counts)[pieces.rows]
+    # Every row is its pieces, and padding behind them: stretches that one call copies together.
+    segments = np.insert(segment, ends, 0).astype(np.int32)
+    lengths = np.insert(pieces.lengths, ends, capacity - used)
     at = np.searchsorted(records, pieces.records)
-    stops = pieces.starts + pieces.lengths
-    cut = [
-        tokens[i][start:stop]
-        for i, start, stop in zip(at.tolist(), pieces.starts.tolist(), stops.tolist(), strict=True)
-    ]
-    # Rows are stretches and padding in turn: one call copies them all.
-    padding = np.full(int((capacity - used).max(initial=0)), pad, dtype)
-    stretches: list[NDArray[Any]] = [padding[:0]]
-    for first, n, filled in zip(firsts.tolist(), counts.tolist(), used.tolist(), strict=True):
-        stretches += cut[first : first + n]
-        stretches.append(padding[: capacity - filled])
-    filled_in = np.arange(capacity) < used[:, None]
-    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    segment = np.arange(pieces.rows.size) - firsts[pieces.rows] + 1
-    segments[filled_in] = np.repeat(segment, pieces.lengths)
-    before = np.cumsum(pieces.lengths) - pieces.lengths
-    positions[filled_in] = np.arange(int(used.sum())) - np.repeat(before, pieces.lengths)
+    places = zip(at.tolist(), pieces.starts.tolist(), strict=True)
+    longest = int(lengths.max(initial=0))
+    padding, ramp = np.full(longest, pad, dtype), np.arange(longest, dtype=np.int32)
+    zeros = np.zeros(longest, np.int32)
+    stretches, positions = [padding[:0]], [zeros[:0]]
+    for segment_id, length in zip(segments.tolist(), lengths.tolist(), strict=True):
+        if segment_id:
+            i, start = next(places)
+            stretches.append(tokens[i][start : start + length])
+            positions.append(ramp[:length])
+        elif length:
+            stretches.append(padding[:length])
+            positions.append(zeros[:length])
     return {
         "tokens": np.concatenate(stretches).reshape(shape),
-        "segment_ids": segments,
-        "positions": positions,
+        "segment_ids": np.repeat(segments, lengths).reshape(shape),
+        "positions": np.concatenate(positions).reshape(shape),
     }
 
 
