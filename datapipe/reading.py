@@ -73,6 +73,8 @@ def readable(sources: Sequence[Source], planned: Rows, replacing: Replacing) -> 
 
 def places(sources: Sequence[Source], done: Readable) -> NDArray[np.int64]:
     """Where in the `raw` of its source the record of each row is; int64[k]."""
+    if len(sources) == 1:
+        return np.searchsorted(done.reads[0].wanted, done.rows.ids(sources[0]))
     at = np.empty(done.rows.size, np.int64)
     for number, each in done.reads.items():
         there = done.rows.sources == number
