@@ -24,6 +24,7 @@ from ckpt.lineage import Lineage, Remain, StepId
 from ckpt.recurring import Contents, Places, Recurring, Template
 from ckpt.specs import ArraySpec
 from ckpt.store import Store
+from ckpt.union import common_state
 from ckpt.windows import Source
 
 Json = Any
@@ -321,11 +322,10 @@ def _data(headers: Sequence[Header]) -> dict[str, Json]:
             )
     for name in names:
         taken = [header.meta["data"][name] for header in headers]
-        states = [each["state"] for each in taken]
-        common = taken[0]["elastic"] and all(state == states[0] for state in states)
+        state = common_state(taken)
         found[name] = {
             "batch_size": taken[0]["batch_size"],
-            **({"state": states[0]} if common else {"states": states}),
+            **({"states": [t["state"] for t in taken]} if state is None else {"state": state}),
         }
     return found
 

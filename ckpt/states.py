@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from ckpt.arguments import shown
 from ckpt.errors import Mismatch, Misuse
 from ckpt.lineage import Skips
+from ckpt.union import can_be_united
 
 Json = Any
 _log = logging.getLogger("ckpt")
@@ -81,6 +82,17 @@ class Changing(Protocol):
         """
 
 
+@runtime_checkable
+class Finding(Protocol):
+    """One of which each process finds out something for itself that all are to know: bad records.
+
+    A step has the union, which `set_state` then tells all processes, however many they are.
+    """
+
+    united: Sequence[str]
+    """The members of the state that are such findings; see `ckpt.union`."""
+
+
 def as_json(value: Json, what: str) -> Json:
     """A copy of a value as JSON gives it back: tuples are lists, NaN and infinities stay.
 
@@ -140,10 +152,13 @@ def named(data: Any) -> dict[str, Iterator]:
 
 
 def take(data: Any) -> dict[str, Json]:
-    """{name: {"state", "batch_size", "elastic"}} of all iterators.
+    """{name: {"state", "batch_size", "elastic"}} of all iterators; "united" where it is `Finding`.
 
     Elastic: the state counts examples of the run, so that any number of processes can go on from
     it. That of another iterator is its process's own, even where all have the same at the moment.
+
+    Raises:
+        Misuse: a state is no JSON value, or has not the findings that the iterator says it has.
     """
     taken = {}
     for name, each in named(data).items():
@@ -153,12 +168,25 @@ def take(data: Any) -> dict[str, Json]:
                 state = {"json": json.loads(state)}
             except (ValueError, RecursionError) as error:
                 raise Misuse(f"data {name!r}: its state, bytes, is no JSON: {error}") from error
+        state = as_json(state, f"data {name!r}: get_state()")
         taken[name] = {
-            "state": as_json(state, f"data {name!r}: get_state()"),
+            "state": state,
             "batch_size": getattr(each, "batch_size", None),
             "elastic": isinstance(each, Skipping),
+            **({"united": _findings(name, each, state)} if isinstance(each, Finding) else {}),
         }
     return taken
+
+
+def _findings(name: str, iterator: Finding, state: Json) -> list[str]:
+    members = list(iterator.united)
+    for member in members:
+        if not isinstance(state, dict) or not can_be_united(state.get(member)):
+            raise Misuse(
+                f"data {name!r}: `united` of {type(iterator).__name__} names {member!r}: wanted "
+                "a list of integers in its state, ascending, or a list of such lists"
+            )
+    return members
 
 
 def must_go_on(saved: Collection[str], data: Any, where: str) -> None:

@@ -33,6 +33,9 @@ class Iterator(grain.DatasetIterator[Any]):
     is a `DatasetIterator`; the same rule holds: one thread at a time.
     """
 
+    united = ("replaced",)
+    """What each process finds for itself: states of several processes have one union of it."""
+
     def __init__(self, positions: Positions, ahead: Ahead) -> None:
         super().__init__()
         self._positions = positions

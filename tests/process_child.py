@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 import jax
+import process_bad_records
 import process_kills
 import process_loops
 import process_scenes
@@ -27,6 +28,7 @@ SCENES = {
     **process_troubles.SCENES,
     **process_kills.SCENES,
     **process_loops.SCENES,
+    **process_bad_records.SCENES,
     **process_writers.SCENES,
 }
 
