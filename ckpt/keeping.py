@@ -199,6 +199,13 @@ class Keeper:
         with self._beginning:
             self._begun = _Begun(owner, line)
 
+    def supersede(self, owner: int) -> None:
+        """This attempt does not own the run any more: from now on what is left is the new owner's,
+        who may be about to copy elsewhere what had to stay for that until now."""
+        begun = self._begun  # no lock: it is called from where one is held
+        if begun is not None and begun.owner <= owner:
+            self._over = begun
+
     def saved(self, tier: str, step: StepId, figures: Mapping[str, Json]) -> None:
         """A step reached a tier: into the log, then retention of that tier. Only queues both."""
         if self._writes:
@@ -272,6 +279,8 @@ class Keeper:
                 return 0
             try:
                 for old in self._doomed(tier, place, begun.line, hasty=hasty):
+                    if begun is self._over:
+                        break
                     try:
                         place.delete(old, begun.owner)
                     except Superseded:

@@ -431,6 +431,7 @@ class Writer:
             if self._superseded is None or self._superseded[0] < owner:
                 self._superseded = owner, error
             active = list(self._active)
+        self._guarded(lambda keeper: keeper.supersede(owner))  # before anything is said to be freed
         for course in active:
             if course.owner <= owner:
                 course.supersede(error)

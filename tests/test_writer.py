@@ -86,6 +86,7 @@ def test_the_image_of_an_older_run_under_the_same_numbers_is_no_image_of_this_on
     older.release()
     play.save(1, size=2000)
     play.done(1, "local")
+    play.done(1, "shared")
     play.close()
     assert sorted(array.shape for array in images.header(step).arrays) == [(7,), (2000,)]
     check_values(play.home.location, [1])

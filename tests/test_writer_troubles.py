@@ -21,7 +21,7 @@ from writer_runs import (
     start,
 )
 
-from ckpt import disk
+from ckpt import attempts, disk
 from ckpt.errors import (
     AlreadyExists,
     Damaged,
@@ -39,6 +39,31 @@ from ckpt.store import FileStore
 from ckpt.tiers import Durable, Local, Shared
 
 __all__ = ["quick", "start"]  # fixtures
+
+
+@pytest.mark.parametrize("is_superseded", [False, True])
+def test_who_is_superseded_leaves_what_was_to_go_further(
+    tmp_path: Path, *, is_superseded: bool
+) -> None:
+    """The next attempt is about to bring it there; otherwise it need not stay any more."""
+    store = Weather(tmp_path / "shared")
+    tiers: dict[str, Durable] = {
+        "local": Local(tmp_path / "local", keep=Keep(last=1)),
+        "shared": Shared(tmp_path / "shared", patience_s=1e9),
+    }
+    play = Play(tmp_path, tiers, stores={"shared": store})
+    store.down = StoreFailed("no network")
+    for step in (1, 2, 3):
+        play.save(step)
+        play.done(step, "local")
+    store.down = None
+    if is_superseded:
+        attempts.claim(play.home, "resume")
+    for step in (1, 2, 3):
+        play.ended(step, "shared")
+    play.close()
+    there = [each.id.step for each in play.writer._depot.images["local"].list()]
+    assert there == ([1, 2, 3] if is_superseded else [3])
 
 
 # --- a store that fails ---------------------------------------------------------------------------

@@ -295,6 +295,9 @@ class Notes:
     def begin(self, owner: int, line: Any) -> None:
         self.heard.append(("begin", owner))
 
+    def supersede(self, owner: int) -> None:
+        self.heard.append(("supersede", owner))
+
     def saved(self, tier: str, step: StepId, figures: Mapping[str, Any]) -> None:
         self.heard.append(("saved", tier, step.step, dict(figures)))
 
