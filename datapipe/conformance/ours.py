@@ -1,0 +1,96 @@
+"""The adapter of this project: `Pipeline` as a loader under test."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from datapipe.conformance.loader import Loader, Records, Setting
+from datapipe.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    import jax
+
+    from datapipe.iterator import Iterator
+
+_CAN: Final = {*inspect.signature(Pipeline.iterator).parameters}
+
+
+def _open(setting: Setting) -> Iterator:
+    sources = {f"source{number}": each for number, each in enumerate(setting.sources)}
+    pipe = Pipeline(
+        sources,  # type: ignore[arg-type]
+        batch_size=setting.batch_size,
+        seed=setting.seed,
+        shuffle=setting.shuffle,
+        epochs=setting.epochs,
+        remainder=setting.remainder,
+        weights=dict(zip(sources, setting.weights, strict=True)) if setting.weights else None,
+    )
+    if not setting.raw:
+        pipe = pipe.map(Records.number, version="1")
+    pipe = pipe.map_batch(_as_it_is, version=setting.version)
+    options: dict[str, Any] = {}
+    if setting.hosts > 1:
+        options["sharding"] = _rows_of(setting)
+    if setting.workers:
+        options["workers"] = setting.workers
+    return pipe.iterator(**options)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _rows_of(setting: Setting) -> jax.sharding.Sharding:
+    """A sharding of which this process holds what one host of several would hold.
+
+    JAX has no such thing without the other processes: it asks the sharding, which says so.
+    """
+    import jax
+
+    share = setting.batch_size // setting.hosts
+    rows = slice(setting.host * share, (setting.host + 1) * share)
+    device = jax.devices("cpu")[0]
+    alone = jax.sharding.SingleDeviceSharding(device)
+
+    class HostRows(jax.sharding.Sharding):
+        is_fully_replicated = False
+        is_fully_addressable = False
+        memory_kind = None
+        device_set = frozenset({device})
+        num_devices = setting.hosts
+        _internal_device_list = alone._internal_device_list  # type: ignore[attr-defined]
+
+        def addressable_devices_indices_map(self, shape: Any) -> Any:
+            return {device: (rows, *[slice(None)] * (len(shape) - 1))}
+
+        devices_indices_map = addressable_devices_indices_map
+
+        def shard_shape(self, shape: Any) -> Any:
+            return (share, *shape[1:])
+
+        def _to_xla_hlo_sharding(self, axes: int) -> Any:
+            return alone._to_xla_hlo_sharding(axes)
+
+    return HostRows()
+
+
+def _ids(batch: Any) -> list[int]:
+    if isinstance(batch, np.ndarray):
+        return [int(each) for each in batch]
+    return [int(each) for shard in batch.addressable_shards for each in np.asarray(shard.data)]
+
+
+_OFFERS: Final = {"carry", "keep", "drop", "hosts", "rehost", "rebatch", "seek", "skip"}
+
+LOADER: Final = Loader(
+    name="lastgood",
+    open=_open,
+    ids=_ids,
+    offers=frozenset(_OFFERS | ({"workers", "reworker"} if "workers" in _CAN else set())),
+    packages=("lastgood", "jax"),
+)
+"""A `datapipe.Pipeline`."""
