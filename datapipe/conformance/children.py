@@ -37,8 +37,6 @@ class Child:
     """A running `function(tell, *args)` in a process group of its own."""
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        if function.__module__ == "__main__":
-            raise ValueError(f"{function.__qualname__} must stand in a module, not in a script")
         task = pickle.dumps((function, args))
         self._read, write = os.pipe()
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)

@@ -16,7 +16,8 @@ from datapipe.conformance.loader import Loader, Setting
 from datapipe.conformance.trial import FailedError, Trial, close, same
 
 _ROUNDS: Final = 100
-_LEFT_S: Final = 20.0
+_THREADS_S = 5.0  # that threads have to end
+_LEFT_S = 20.0  # that processes and blocks have to go
 _SHARED: Final = "/dev/shm/"
 
 
@@ -45,13 +46,13 @@ def closed_and_collected_at_any_time(trial: Trial) -> None:
             close(iterator)  # twice
         del iterator
         if way == 3 or round_ % 10 == 0:
-            gc.collect()
+            gc.collect(1)  # the older ones take long, and do not have it
     _wait_for_threads(before)
 
 
 def _wait_for_threads(before: int) -> None:
     """Refuses threads that are still there after a while."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + _THREADS_S
     while threading.active_count() > before + 2:
         if time.monotonic() > deadline:
             left = [thread.name for thread in threading.enumerate()]
@@ -70,17 +71,18 @@ def killed_and_nothing_is_left(trial: Trial) -> None:
         os.kill(leader, signal.SIGKILL)
         child.process.wait()
         deadline = time.monotonic() + _LEFT_S
-        while True:
-            alive = list(group(leader))
-            left = sorted(block for block in blocks if os.path.exists(block))
-            if not alive and not left:
-                return
+        while (alive := list(group(leader))) or _present(blocks):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        for block in left:
-            Path(block).unlink(missing_ok=True)
-    raise FailedError(f"{_LEFT_S:g} s after a kill: {len(alive)} processes and {left} are left")
+    left = _present(blocks)
+    for block in left:
+        Path(block).unlink(missing_ok=True)
+    if alive or left:
+        raise FailedError(
+            f"{_LEFT_S:g} s after a kill there are {len(alive)} processes and {len(left)} blocks "
+            f"of shared memory: {left[:3]}"
+        )
 
 
 def _serve_until_killed(tell: Tell, loader: Loader, setting: Setting) -> None:
@@ -100,6 +102,10 @@ def _blocks(pid: int) -> set[str]:
     except OSError:
         return set()
     return {place for place in places if not place.endswith("(deleted)")}
+
+
+def _present(blocks: set[str]) -> list[str]:
+    return sorted(block for block in blocks if os.path.exists(block))
 
 
 CHECKS: Final[tuple[Check, ...]] = (

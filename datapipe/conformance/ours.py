@@ -60,14 +60,15 @@ def _rows_of(setting: Setting) -> jax.sharding.Sharding:
         is_fully_replicated = False
         is_fully_addressable = False
         memory_kind = None
-        device_set = frozenset({device})
+        device_set = {device}  # noqa: RUF012
         num_devices = setting.hosts
         _internal_device_list = alone._internal_device_list  # type: ignore[attr-defined]
 
-        def addressable_devices_indices_map(self, shape: Any) -> Any:
+        def devices_indices_map(self, shape: Any) -> Any:
             return {device: (rows, *[slice(None)] * (len(shape) - 1))}
 
-        devices_indices_map = addressable_devices_indices_map
+        def addressable_devices_indices_map(self, shape: Any) -> Any:
+            return self.devices_indices_map(shape)
 
         def shard_shape(self, shape: Any) -> Any:
             return (share, *shape[1:])

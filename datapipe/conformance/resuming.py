@@ -17,10 +17,17 @@ STATE_BYTES: Final = 1024
 @check()
 def state_at_every_batch(trial: Trial) -> None:
     """Restored into a fresh iterator, the order differs."""
-    setting = trial.setting()
-    batches, states = trial.states(setting)
-    for number, state in enumerate(states):
-        same(trial.served(setting, state=state), batches[number:], f"restored at batch {number}")
+    settings = [
+        trial.setting(),
+        trial.setting(13, shuffle=False),
+        trial.setting(11, batch_size=1),
+        *(trial.setting(13, batch_size=5, remainder=each) for each in trial.remainders),
+    ]
+    for setting in settings:
+        batches, states = trial.states(setting)
+        for number, state in enumerate(states):
+            where = f"{len(setting.source)} records, restored at batch {number}"
+            same(trial.served(setting, state=state), batches[number:], where)
 
 
 @check()
@@ -154,7 +161,8 @@ def set_state_at_any_time(trial: Trial) -> None:
 @check()
 def absent_state_is_an_error(trial: Trial) -> None:
     """A restore is asked for, the state is not there, and the run silently starts from scratch."""
-    for absent in (None, {}):
+    nothing: list[Any] = [None, {}]
+    for absent in nothing:
         with trial.opened(trial.setting()) as iterator:
             trial.take(iterator, 2)
             try:

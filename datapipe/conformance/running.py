@@ -31,9 +31,19 @@ def run(
       loader: the loader.
       seed: of what the checks draw.
       limit_s: for each check.
-      checks: those to run.
+      checks: those of `conformance.checks` to run.
       tell: is called with each result as it comes.
+
+    Raises:
+      ValueError: `open` or `ids` stands in a script, where another process does not find it; or a
+        check is none of these.
     """
+    for function in (loader.open, loader.ids):
+        if getattr(function, "__module__", None) == "__main__":
+            raise ValueError(f"{function.__qualname__} must stand in a module, not in a script")
+    for each in checks:
+        if each not in all_checks:
+            raise ValueError(f"{each.name} is none of conformance.checks; run it by itself")
     results: list[Result] = []
     while len(results) < len(checks):
         left = checks[len(results) :]
