@@ -28,6 +28,7 @@ def _open(setting: Setting) -> Iterator:
         epochs=setting.epochs,
         remainder=setting.remainder,
         weights=dict(zip(sources, setting.weights, strict=True)) if setting.weights else None,
+        on_bad_record=setting.on_bad_record,
     )
     if not setting.raw:
         pipe = pipe.map(Records.number, version="1")
@@ -85,7 +86,7 @@ def _ids(batch: Any) -> list[int]:
     return [int(each) for shard in batch.addressable_shards for each in np.asarray(shard.data)]
 
 
-_OFFERS: Final = {"carry", "keep", "drop", "hosts", "rehost", "rebatch", "seek", "skip"}
+_OFFERS: Final = {"carry", "keep", "drop", "hosts", "rehost", "rebatch", "seek", "skip", "replace"}
 
 LOADER: Final = Loader(
     name="lastgood",
