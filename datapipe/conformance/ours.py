@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from datapipe.conformance.loader import Loader, Records, Setting
+from datapipe.conformance.loader import FEATURES, Loader, Records, Setting
 from datapipe.pipeline import Pipeline
 
 if TYPE_CHECKING:
     import jax
 
     from datapipe.iterator import Iterator
-
-_CAN: Final = {*inspect.signature(Pipeline.iterator).parameters}
 
 
 def _open(setting: Setting) -> Iterator:
@@ -33,11 +30,11 @@ def _open(setting: Setting) -> Iterator:
     if not setting.raw:
         pipe = pipe.map(Records.number, version="1")
     pipe = pipe.map_batch(_as_it_is, version=setting.version)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"workers": setting.workers}
+    if setting.weights:
+        options["on_change"] = "segment"
     if setting.hosts > 1:
         options["sharding"] = _rows_of(setting)
-    if setting.workers:
-        options["workers"] = setting.workers
     return pipe.iterator(**options)
 
 
@@ -86,13 +83,11 @@ def _ids(batch: Any) -> list[int]:
     return [int(each) for shard in batch.addressable_shards for each in np.asarray(shard.data)]
 
 
-_OFFERS: Final = {"carry", "keep", "drop", "hosts", "rehost", "rebatch", "seek", "skip", "replace"}
-
 LOADER: Final = Loader(
     name="lastgood",
     open=_open,
     ids=_ids,
-    offers=frozenset(_OFFERS | ({"workers", "reworker"} if "workers" in _CAN else set())),
+    offers=frozenset(FEATURES),
     packages=("lastgood", "jax"),
 )
 """A `datapipe.Pipeline`."""
