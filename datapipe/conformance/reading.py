@@ -96,10 +96,10 @@ def _with_bad(trial: Trial, bad: int, **changes: Any) -> Any:
 @check()
 def bad_record_is_raised(trial: Trial) -> None:
     """A corrupt record kills a worker and its slice vanishes, or more than one batch is lost."""
+    good = trial.setting(40, epochs=1)
+    wanted = trial.served(good)
+    bad = wanted[4][1]
     for workers in (0, 2) if trial.offers("workers") else (0,):
-        good = trial.setting(40, epochs=1, workers=workers)
-        wanted = trial.served(good)
-        bad = wanted[4][1]
         where = f"record {bad} of batch 4 is bad, {workers} workers"
         told, batches, state = _until_raised(trial, _with_bad(trial, bad, workers=workers))
         if not told:
@@ -107,6 +107,8 @@ def bad_record_is_raised(trial: Trial) -> None:
         same(batches, wanted[:4], f"{where}: before the error")
         if str(bad) not in told:
             raise FailedError(f"{where}: the error does not name it: {told[:100]}")
+        if not trial.offers("reworker"):
+            good = trial.setting(40, epochs=1, workers=workers)
         rest = trial.served(good, state=state)
         same(rest, wanted[4:], f"{where}: after it was mended, from the state behind the error")
 
