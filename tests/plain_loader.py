@@ -103,7 +103,7 @@ class Plain:
         for source, ordinal in rows:
             epoch, place = divmod(ordinal, self.length(source))
             records.append((source, self.order(source, epoch)[place]))
-        if setting.workers == 1 and self.fault == "workers keep the order":
+        if setting.workers == 3 and self.fault == "workers keep the order" and not self.is_restored:
             records.reverse()
         read = self.read(records)
         if not setting.raw:
