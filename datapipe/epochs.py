@@ -20,8 +20,13 @@ class EpochSource(Source):
     """
 
     @abc.abstractmethod
-    def shuffled(self, shuffle: Shuffle, seed: int, number: int) -> EpochSource:
-        """The same with that order in its epochs; `number` tells apart sources under one seed."""
+    def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> EpochSource:
+        """The same with that order in its epochs.
+
+        Args:
+          number: tells apart sources under one seed.
+          window: blocks that are shuffled together; for "blocks".
+        """
 
     @abc.abstractmethod
     def read_epochs(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe.blocks import Blocks
 from datapipe.mixing import Drawn, Mixture
 from datapipe.numbers import integer
 from datapipe.permute import LIMIT
@@ -66,10 +67,12 @@ class Examples:
     Args:
       segments: the first one begins at example 0, each other one behind the one before.
       seed: of the shuffles, 0 to 2^64 - 1.
-      shuffle: "global" (every epoch another order of all items), "grain" (the order that Grain
-        has), or "none".
+      shuffle: "global" (every epoch another order of all items), "blocks" (of blocks, and within
+        a window of them), "grain" (the order that Grain has), or "none".
       epochs: how often each item is served; None: without end. Of several sources the one that
         has been served so often first ends the run.
+      blocks: by source, for shuffle="blocks"; those of a source that grew later, and of sources
+        that came in later, may be among them.
 
     Raises:
       Misuse: an argument is out of range, or it would be more than 2^62 examples.
@@ -79,6 +82,7 @@ class Examples:
     seed: int
     shuffle: Shuffle = "global"
     epochs: int | None = None
+    blocks: tuple[Blocks, ...] = ()
 
     @staticmethod
     def of(
@@ -106,8 +110,19 @@ class Examples:
                     f"{len(segment.items)}: a source stays, be it with a weight of 0"
                 )
             sources = len(segment.items)
+        if self.shuffle == "blocks":
+            self._require_blocks()
         self.streams  # noqa: B018  (refuses a source that shrinks)
         self.end  # noqa: B018  (refuses what would end beyond 2^62)
+
+    def _require_blocks(self) -> None:
+        items = self.segments[-1].items
+        there = [each.items for each in self.blocks]
+        short = [s for s, count in enumerate(items) if s >= len(there) or there[s] < count]
+        if short:
+            raise Misuse(
+                f"shuffle='blocks': wanted blocks of {items} items by source, found {there}"
+            )
 
     # -- examples --------------------------------------------------------------------------------
 
@@ -182,7 +197,8 @@ class Examples:
                     found[source] = found[source].grown(ordinal, items)
                 else:
                     whole = (Stretch(0, 0, items),)
-                    found.append(Stream(whole, self.seed, self.shuffle, source))
+                    blocks = self.blocks[source] if self.shuffle == "blocks" else None
+                    found.append(Stream(whole, self.seed, self.shuffle, source, blocks))
         return tuple(found)
 
     @cached_property

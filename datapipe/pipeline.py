@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from datapipe.ahead import Ahead, Pace
 from datapipe.batch import Recipe
+from datapipe.blocks import WINDOW, Blocks
 from datapipe.epochs import EpochSource
 from datapipe.examples import Examples, Segment
 from datapipe.faults import OnBadRecord, Tolerance
@@ -23,6 +24,7 @@ from datapipe.state import JSON, identity
 from datapipe.streams import SHUFFLES, Shuffle
 from datapipe.transform import Transform, extended
 from formats.errors import Misuse, NotFound
+from formats.source import blocks_of
 
 if TYPE_CHECKING:
     import jax
@@ -48,7 +50,11 @@ class Pipeline:
       batch_size: examples per batch, over all processes.
       seed: of the shuffle and of `.random_map`; 0 to 2^64 - 1.
       shuffle: True or "global": every epoch in another order of all records; "grain": in the order
-        that Grain's shuffle has; False or "none": as stored.
+        that Grain's shuffle has; "blocks": blocks of records that lie together, such as the row
+        groups of Parquet files, are shuffled, and then the records of a few of them; False or
+        "none": as stored.
+      shuffle_window: blocks whose records are shuffled together; for shuffle="blocks", which has 16
+        by default. What is read again and again while a window lasts is that many blocks.
       epochs: how often each record is served; None: without end. Of several sources the first one
         that has been served so often ends the run.
       remainder: what becomes of the end of an epoch: "carry": batches run on into the next epoch,
@@ -80,6 +86,7 @@ class Pipeline:
     batch_size: int
     seed: int
     shuffle: bool | Shuffle = True
+    shuffle_window: int | None = None
     epochs: int | None = None
     remainder: Remainder = "carry"
     filter: InitVar[Filter | Mapping[str, Filter] | None] = None
@@ -104,11 +111,13 @@ class Pipeline:
                 f"shuffle must be True, False, or one of {', '.join(SHUFFLES)}, "
                 f"found {self.shuffle!r}"
             )
+        if self.shuffle_window is not None and self.shuffle != "blocks":
+            raise Misuse(f"shuffle_window is for shuffle='blocks', here it is {self.shuffle!r}")
         views = staged(given, filter, pack)
         for number, (name, view) in enumerate(views.items()):
             if isinstance(view, EpochSource):
                 seed = integer("seed", self.seed, 0, (1 << 64) - 1)
-                views[name] = view.shuffled(self._order, seed, number)
+                views[name] = view.shuffled(self._order, seed, number, self._window)
             _must_be_a_source(name, view)
         ordered = {isinstance(view, EpochSource) for view in views.values()}
         if self.shuffle and len(ordered) > 1:
@@ -175,7 +184,11 @@ class Pipeline:
         segment = Segment(0, tuple(counts), Mixture.of(weights).counts)
         ordered = any(isinstance(source, EpochSource) for source in self.sources.values())
         shuffle = "none" if ordered else self._order
-        order = Examples((segment,), self.seed, shuffle, self.epochs)
+        blocks: tuple[Blocks, ...] = ()
+        if shuffle == "blocks":
+            cuts = map(blocks_of, self.sources.values())
+            blocks = tuple(Blocks(bounds, self._window) for bounds in cuts)
+        order = Examples((segment,), self.seed, shuffle, self.epochs, blocks)
         return Plan(order, self.batch_size, self.remainder)
 
     @property
@@ -183,6 +196,10 @@ class Pipeline:
         if isinstance(self.shuffle, bool):
             return "global" if self.shuffle else "none"
         return self.shuffle
+
+    @property
+    def _window(self) -> int:
+        return WINDOW if self.shuffle_window is None else self.shuffle_window
 
     @cached_property
     def identity(self) -> JSON:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from datapipe import permute, plan
+from datapipe.blocks import told_of
 from datapipe.examples import Examples, Segment
 from datapipe.mixing import BLOCK
 from datapipe.permute import LIMIT
@@ -129,6 +130,7 @@ def identity(
             "permutation": permute.VERSION,
             "seed": order.seed,
             "shuffle": order.shuffle,
+            **told_of(order.blocks, order.segments[-1].items),
         },
         "sources": [[name, condensed(found)] for name, found in fingerprints.items()],
         "transforms": list(transforms),

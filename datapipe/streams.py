@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe.blocks import Blocks
 from datapipe.grain_order import GrainOrder
 from datapipe.permute import LIMIT, Order, Permutation, Stored
 from formats.errors import Misuse
 
-Shuffle = Literal["global", "grain", "none"]
-SHUFFLES: Final = ("global", "grain", "none")
+Shuffle = Literal["global", "blocks", "grain", "none"]
+SHUFFLES: Final = ("global", "blocks", "grain", "none")
 
 
 class Placed(NamedTuple):
@@ -46,14 +47,16 @@ class Stream:
     Args:
       stretches: in rising order; the first one begins at ordinal 0 with epoch 0.
       seed: of the shuffle.
-      shuffle: "global", "grain" or "none".
+      shuffle: "global", "blocks", "grain" or "none".
       number: tells apart the sources under one seed.
+      blocks: for "blocks": of as many items as there are in the end, or more.
     """
 
     stretches: tuple[Stretch, ...]
     seed: int
     shuffle: Shuffle
     number: int = 0
+    blocks: Blocks | None = None
 
     @property
     def items(self) -> int:
@@ -76,8 +79,8 @@ class Stream:
         if items < last:
             raise Misuse(f"a source grows: it had {last} items and now has {items}")
         if before and items == last:
-            return Stream(before, self.seed, self.shuffle, self.number)
-        return Stream((*before, Stretch(first, epoch, items)), self.seed, self.shuffle, self.number)
+            return replace(self, stretches=before)
+        return replace(self, stretches=(*before, Stretch(first, epoch, items)))
 
     def end(self, epochs: int | None) -> int:
         """One past the last ordinal of that many epochs; 2^62 without an end.
@@ -137,7 +140,8 @@ class Stream:
         return Placed(epochs[at] + done, positions)
 
     def _order(self, epoch: int) -> Order:
-        return _order(self.shuffle, self._of_epoch(epoch).items, self.seed, epoch, self.number)
+        items = self._of_epoch(epoch).items
+        return Orders(self.shuffle, items, self.seed, self.number, self.blocks)(epoch)
 
     def _stretch(self, ordinal: int) -> Stretch:
         return next(s for s in reversed(self.stretches) if s.first <= ordinal)
@@ -148,16 +152,29 @@ class Stream:
 
 @dataclass(frozen=True)
 class Orders:
-    """The order of the items of one source in each epoch: call it with the epoch."""
+    """The order of the items of one source in each epoch: call it with the epoch.
+
+    `blocks` is for shuffle="blocks", of `items` or more: those behind have come in later.
+    """
 
     shuffle: Shuffle
     items: int
     seed: int
     number: int
+    blocks: Blocks | None = None
+
+    @property
+    def name(self) -> str:
+        """What they are, for a fingerprint; the seed is not in it."""
+        return self.shuffle if self.blocks is None else f"{self.shuffle} {self.blocks.told}"
 
     def __call__(self, epoch: int) -> Order:
         if self.shuffle == "none":
             return Stored(self.items)
+        if self.shuffle == "blocks":
+            if self.blocks is None:
+                raise Misuse("shuffle='blocks' needs the blocks of the source")
+            return self.blocks.of(self.items).order(self.seed, epoch, self.number)
         return _order(self.shuffle, self.items, self.seed, epoch, self.number)
 
 

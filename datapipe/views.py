@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe import concatenation
+from datapipe.blocks import Blocks
 from datapipe.concatenation import Concatenation
 from datapipe.documents import Documents
 from datapipe.epochs import EpochSource
@@ -21,9 +22,8 @@ from datapipe.packing import Bins
 from datapipe.pieces import Pieces, assemble
 from datapipe.streams import Orders, Shuffle
 from formats.errors import BadRecord, Misuse
-from formats.source import Batch, Column, Source, Spec, as_rows, sealed
+from formats.source import Batch, Column, Source, Spec, as_rows, blocks_of, sealed
 
-_ORDERS: Final = ("global", "grain", "none")
 _NAMED: Final = 3  # documents of a row that a message names
 
 
@@ -74,6 +74,11 @@ class Filtered(Source):
         """See `Source.where`."""
         (row,) = as_rows([index], len(self))
         return self.source.where(int(self.kept.ids[row]))
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """What is left of those of the source."""
+        return np.searchsorted(self.kept.ids, blocks_of(self.source))
 
     def close(self) -> None:
         """See `Source.close`."""
@@ -136,6 +141,12 @@ class PackedRows(Source):
         more = f" and {len(records) - _NAMED} more" if len(records) > _NAMED else ""
         return f"a bin of {'; '.join(named)}{more}"
 
+    @property
+    def blocks(self) -> np.ndarray:
+        """Bins whose first documents lie together."""
+        firsts = self.bins.records[self.bins.bounds[:-1]]
+        return np.searchsorted(firsts, blocks_of(self.documents.source))
+
     def close(self) -> None:
         """See `Source.close`."""
         self.documents.source.close()
@@ -159,14 +170,11 @@ class ConcatenatedRows(EpochSource):
     def __repr__(self) -> str:
         return f"ConcatenatedRows({self.documents.source!r}, {len(self)} of {self.laid.capacity})"
 
-    def shuffled(self, shuffle: Shuffle, seed: int, number: int) -> ConcatenatedRows:
-        """See `EpochSource.shuffled`. Raises Misuse: an order that documents cannot have."""
-        if shuffle not in _ORDERS:
-            raise Misuse(
-                f"pack: Concatenate shuffles documents with shuffle=True, 'grain' or False, found "
-                f"{shuffle!r}"
-            )
-        orders = Orders(shuffle, len(self.documents.source), seed, number)
+    def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> ConcatenatedRows:
+        """See `EpochSource.shuffled`."""
+        documents = self.documents.source
+        blocks = Blocks(blocks_of(documents), window) if shuffle == "blocks" else None
+        orders = Orders(shuffle, len(documents), seed, number, blocks)
         if orders == self.laid.orders:
             return self
         laid = Concatenation(
@@ -219,7 +227,7 @@ class ConcatenatedRows(EpochSource):
             "lengths": self.documents.lengths.digest,
             "capacity": self.laid.capacity,
             "remainder": self.laid.remainder,
-            "document_order": getattr(self.laid.orders, "shuffle", ""),
+            "document_order": getattr(self.laid.orders, "name", ""),
         }
         return _over(self.documents.source, len(self), about | _told(self.documents, self.pad))
 

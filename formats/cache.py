@@ -85,6 +85,11 @@ class CachedParquetSource(Source):
         """See `ParquetSource.where`."""
         return self._parquet.where(index)
 
+    @property
+    def blocks(self) -> np.ndarray:
+        """Those of the Parquet files: an order is the same with and without the cache."""
+        return self._parquet.blocks
+
     def close(self) -> None:
         """See `Source.close`."""
         self._arrow.close()

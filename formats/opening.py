@@ -27,7 +27,7 @@ _SUFFIXES = {
 _OPTIONS = {
     "array_record": (),
     "arrow": ("columns", "fill_null"),
-    "parquet": ("columns", "fill_null", "cache"),
+    "parquet": ("columns", "fill_null", "cache", "cache_bytes"),
     "tokens": ("window", "stride", "dtype", "header_bytes"),
 }
 _TITLES = {
@@ -45,6 +45,7 @@ def open_source(
     columns: Sequence[str] | None = None,
     fill_null: Mapping[str, Any] | None = None,
     cache: Pattern | None = None,
+    cache_bytes: int | None = None,
     window: int | None = None,
     stride: int | None = None,
     dtype: DTypeLike | None = None,
@@ -57,8 +58,9 @@ def open_source(
     `-00000-of-00010` behind it, unless `format` says it:
 
     - `array_record` (`.array_record`, `.arrayrecord`): records of bytes;
-    - `parquet` (`.parquet`): rows of columns. `columns` and `fill_null`: see `ParquetSource`;
-      `cache`, a local directory, makes any order of rows cheap: see `ParquetSource.cached`;
+    - `parquet` (`.parquet`): rows of columns. `columns`, `fill_null` and `cache_bytes`: see
+      `ParquetSource`; `cache`, a local directory, makes any order of rows cheap: see
+      `ParquetSource.cached`;
     - `arrow` (`.arrow`, `.feather`): rows of columns, with `columns` and `fill_null` too;
     - `tokens` (`.bin`, `.npy`): windows of `window` tokens. `window`, which has to be given,
       `stride`, `dtype` and `header_bytes`: see `TokenSource`.
@@ -79,6 +81,7 @@ def open_source(
         "columns": columns,
         "fill_null": fill_null,
         "cache": cache,
+        "cache_bytes": cache_bytes,
         "window": window,
         "stride": stride,
         "dtype": dtype,

@@ -70,8 +70,9 @@ class ParquetSource(Source):
     Python values; dictionaries are decoded. A timestamp with a time zone is given in UTC.
 
     Cost: a read decodes each row group that holds one of its rows, unless it is cached; random
-    rows of a source much larger than the cache decode a row group each. Pages written with a
-    checksum (`write_parquet` does) are verified.
+    rows of a source much larger than the cache decode a row group each. `shuffle="blocks"` decodes
+    each of them about once an epoch, if `cache_bytes` holds those of two of its windows. Pages
+    written with a checksum (`write_parquet` does) are verified.
 
     Raises: Misuse for an unknown column; Mismatch when files differ in their columns; Damaged,
     NotFound or StoreFailed for a file that cannot be read.
@@ -165,6 +166,11 @@ class ParquetSource(Source):
             f"{self.files[number].path}, row {self._row(part, int(positions[0]))}"
             f" (row group {group})"
         )
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """Row groups: see `Source.blocks`."""
+        return self._starts
 
     def close(self) -> None:
         """See `Source.close`."""

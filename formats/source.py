@@ -14,7 +14,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, final
+from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 import xxhash
@@ -23,6 +23,9 @@ from formats.errors import Misuse, OutOfRange
 
 Batch: TypeAlias = "list[bytes] | dict[str, np.ndarray | list[Any]]"
 T = TypeVar("T")
+
+BLOCK: Final = 4096
+"""Records of a block where the files have none of their own."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,15 @@ class Source(abc.ABC):
     def close(self) -> None:
         """Close the files of this process. Reading afterwards raises Misuse."""
 
+    @property
+    def blocks(self) -> np.ndarray:
+        """How the records lie together: int64[blocks + 1], from 0 to the number of records.
+
+        For `shuffle="blocks"`, which reads a few blocks at a time. Records that are added behind
+        the others leave those bounds where they are. By default there is one every 4,096 records.
+        """
+        return fixed_blocks(len(self))
+
     def __getitem__(self, index: int) -> Any:
         """One record: bytes, or a dict of one value per column. Negative numbers are refused."""
         batch = self.read(np.array([index], np.int64))
@@ -167,6 +179,17 @@ class Handles(Generic[T]):
         with self._lock:
             self._open.clear()
             self._closed = True
+
+
+def blocks_of(source: Source) -> np.ndarray:
+    """The blocks of a source, which need not say where they are; see `Source.blocks`."""
+    found = getattr(source, "blocks", None)
+    return fixed_blocks(len(source)) if found is None else np.asarray(found)
+
+
+def fixed_blocks(records: int) -> np.ndarray:
+    """Bounds of blocks of `BLOCK` records."""
+    return np.append(np.arange(0, records, BLOCK, dtype=np.int64), records)
 
 
 def open_files() -> int:

@@ -22,7 +22,7 @@ class Turning(EpochSource):
     def __len__(self):
         return self.count
 
-    def shuffled(self, shuffle, seed, number):
+    def shuffled(self, shuffle, seed, number, window):
         assert shuffle == "none"
         return self
 

@@ -411,7 +411,9 @@ def test_a_batch_larger_than_the_source():
     [
         (lambda: Pipeline("a*.array_record", batch_size=1, seed=1), "formats.open_source"),
         (lambda: base(seed=-1), "seed must be"),
-        (lambda: base(shuffle="blocks"), "shuffle must be True, False, or one of"),
+        (lambda: base(shuffle="chunks"), "shuffle must be True, False, or one of"),
+        (lambda: base(shuffle_window=2), "shuffle_window is for shuffle='blocks'"),
+        (lambda: base(shuffle="blocks", shuffle_window=0), "shuffle_window must be"),
         (lambda: base(epochs=0), "epochs must be"),
         (lambda: base(remainder="pad"), "remainder must be"),
         (lambda: base().map(3, version="1"), ".map wants a function"),

@@ -1,0 +1,331 @@
+"""The shuffle by blocks against one that is written out: blocks, windows, growth, what is read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import hypothesis
+import numpy as np
+import pytest
+from document_source import Documents
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_source import Records, number
+
+import formats.parquet as formats_parquet
+from datapipe import Concatenate, Mismatch, Pack, Pipeline, Where
+from datapipe import blocks as blocks_module
+from datapipe.blocks import VERSION, WINDOW, BlockOrder, Blocks
+from datapipe.examples import Examples, Segment
+from datapipe.permute import Permutation, mix
+from formats import open_source, write_parquet
+from formats.errors import Misuse
+from formats.parquet import ParquetSource
+from formats.source import BLOCK, blocks_of
+
+
+def written_out(sizes, window, seed, epoch, stream):
+    """The records of an epoch in a list: whole blocks in turn, each window shuffled."""
+    blocks, first = [], 0
+    for size in sizes:
+        blocks.append(list(range(first, first + size)))
+        first += size
+    blocks = [block for block in blocks if block]
+    outer = Permutation(len(blocks), mix(VERSION, seed, 0), epoch, stream)
+    blocks = [blocks[i] for i in outer(np.arange(len(blocks))).tolist()]
+    found = []
+    for turn, at in enumerate(range(0, len(blocks), window)):
+        records = [record for block in blocks[at : at + window] for record in block]
+        inner = Permutation(len(records), mix(VERSION, seed, 1 + turn), epoch, stream)
+        found += [records[i] for i in inner(np.arange(len(records))).tolist()]
+    return found
+
+
+def bounds(sizes):
+    return np.cumsum([0, *sizes])
+
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(any)
+
+
+@given(SIZES, st.integers(1, 25), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2))
+def test_an_epoch_is_what_is_written_out(sizes, window, seed, epoch, stream):
+    order = BlockOrder(Blocks(bounds(sizes), window), seed, epoch, stream)
+    wanted = written_out(sizes, window, seed, epoch, stream)
+    assert order.n == len(wanted)
+    assert sorted(wanted) == list(range(order.n))
+    every = np.arange(order.n)
+    assert order(every).tolist() == wanted
+    assert order.inverse(wanted).tolist() == every.tolist()
+
+
+@given(SIZES, st.integers(1, 5), st.data())
+def test_any_positions_in_any_shape(sizes, window, data):
+    order = Blocks(bounds(sizes), window).order(7, 1, 0)
+    wanted = np.array(written_out(sizes, window, 7, 1, 0))
+    some = data.draw(st.lists(st.integers(0, order.n - 1), max_size=30))
+    assert order(some).tolist() == wanted[some].tolist()
+    assert order.inverse(wanted[some]).tolist() == some
+    square = np.arange(4, dtype=np.uint8).reshape(2, 2) % order.n
+    assert order(square).tolist() == wanted[square].tolist()
+    assert order(square).dtype == order.inverse(square).dtype == np.int64
+
+
+def test_orders_that_may_never_change():
+    """States that were saved name them: another order is another version."""
+    order = Blocks([0, 3, 5, 9, 10, 16], 2).order(42, 0, 0)
+    assert order(np.arange(16)).tolist() == VECTOR
+    assert Blocks([0, 3, 5], 2).digest == "ca3ce338f5111180d8ab7eebde2d9008"
+
+
+VECTOR = [6, 10, 13, 12, 14, 15, 8, 7, 11, 5, 2, 1, 0, 4, 3, 9]
+
+
+def test_epochs_seeds_and_streams_are_unrelated():
+    blocks = Blocks(np.arange(0, 4001, 100), 4)
+    every = np.arange(4000)
+    orders = [
+        blocks.order(s, e, n)(every) for s, e, n in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]
+    ]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert (one == other).mean() < 0.01
+            assert (one // 100 == other // 100).mean() < 0.2
+
+
+def test_a_window_is_as_good_as_shuffled():
+    """Within a window neighbours are as far apart as in a shuffle of NumPy's, and across blocks."""
+    order = Blocks(np.arange(0, 160_001, 1000), 16).order(3, 2, 0)
+    found = order(np.arange(16_000))
+    held = np.unique(found // 1000)
+    assert held.size == 16
+    places = np.searchsorted(held, found // 1000) * 1000 + found % 1000
+    distance = np.abs(np.diff(places)).mean()
+    assert abs(distance - 16_000 / 3) < 200, distance
+    assert abs(np.corrcoef(places, np.arange(16_000))[0, 1]) < 0.03
+
+
+def test_a_block_is_needed_in_one_window_only():
+    blocks = Blocks(np.arange(0, 5001, 50), 8)
+    found = blocks.order(5, 0, 0)(np.arange(5000)) // 50
+    windows = [set(found[at : at + 400].tolist()) for at in range(0, 5000, 400)]
+    assert sum(map(len, windows)) == 100
+    assert max(map(len, windows)) == 8
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[0], [], [1, 2], [0, 0], [0, 5, 3], [0.0, 1.0], [[0, 1]], [-1, 4]],
+)
+def test_refuses_bounds_that_are_none(given):
+    with pytest.raises(Misuse, match="rise from 0 to the number of records"):
+        Blocks(given)
+
+
+def test_refuses_what_is_out_of_range(monkeypatch):
+    with pytest.raises(Misuse, match="shuffle_window must be"):
+        Blocks([0, 1], 0)
+    with pytest.raises(Misuse, match=r"index 5 is outside \[0, 5\)"):
+        Blocks([0, 5]).order(0, 0, 0)([5])
+    with pytest.raises(Misuse, match="items must be"):
+        Blocks([0, 5]).of(6)
+    monkeypatch.setattr(blocks_module, "BLOCKS_LIMIT", 20)
+    assert Blocks(np.arange(21)).count == 20
+    with pytest.raises(Misuse, match="blocks: wanted at most 20, found 21"):
+        Blocks(np.arange(22))
+
+
+def test_many_threads_and_another_process():
+    blocks = Blocks(np.arange(0, 3001, 30), 7)
+    wanted = [blocks.order(1, epoch, 0)(np.arange(3000)).tolist() for epoch in range(6)]
+    again = pickle.loads(pickle.dumps(blocks))
+    assert again == blocks
+    assert hash(again) == hash(blocks)
+    assert again != Blocks(blocks.bounds, 8)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [(epoch % 6, pool.submit(again.order, 1, epoch % 6, 0)) for epoch in range(60)]
+        for epoch, call in calls:
+            assert call.result()(np.arange(3000)).tolist() == wanted[epoch]
+
+
+# -- growth ----------------------------------------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=25)
+@given(SIZES, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_a_source_that_grew_has_the_epochs_it_had(sizes, more, data):
+    """The epoch under way ends as it began; the next one is that of all blocks."""
+    window, seed = data.draw(st.integers(1, 6)), 3
+    old, new = sum(sizes), sum(sizes) + sum(more)
+    at = data.draw(st.integers(1, 3 * old))
+    order = Examples(
+        (Segment(0, (old,), (1,)), Segment(at, (new,), (1,))),
+        seed,
+        "blocks",
+        None,
+        (Blocks(bounds([*sizes, *more]), window),),
+    )
+    wanted, epoch = [], 0
+    while len(wanted) < at:
+        wanted += written_out(sizes, window, seed, epoch, 0)
+        epoch += 1
+    for later in (epoch, epoch + 1):
+        wanted += written_out([*sizes, *more], window, seed, later, 0)
+    assert order.locate(np.arange(len(wanted))).items.tolist() == wanted
+    for example in (0, at, len(wanted) - 1):
+        stream = order.streams[0]
+        assert example in list(stream.ordinals(wanted[example], range(epoch + 2)))
+
+
+def test_fixed_blocks_stay_where_they_are_when_records_are_added():
+    short, long = blocks_of(Records(2 * BLOCK + 7)), blocks_of(Records(3 * BLOCK + 1))
+    assert short.tolist() == [0, BLOCK, 2 * BLOCK, 2 * BLOCK + 7]
+    assert Blocks(long).of(2 * BLOCK + 7) == Blocks(short)
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+class Cut(Records):
+    """Records in blocks of ten."""
+
+    @property
+    def blocks(self):
+        return np.append(np.arange(0, self.count, 10), self.count)
+
+
+def made(count=57, **options):
+    arguments = {"batch_size": 4, "seed": 11, "shuffle": "blocks", "shuffle_window": 2, "epochs": 3}
+    return Pipeline(Cut(count), **{**arguments, **options})
+
+
+def test_serves_what_is_written_out_and_resumes_anywhere():
+    wanted = [r for e in range(3) for r in written_out([10] * 5 + [7], 2, 11, e, 0)]
+    batches = made().iterator()
+    states, served = [batches.get_state()], []
+    for batch in batches:
+        served += [number(record) for record in batch]
+        states.append(batches.get_state())
+    assert served == wanted[: len(served)]
+    assert len(served) == 57 * 3 // 4 * 4
+    for k in range(0, len(states), 7):
+        again = made().iterator(window=1 + k % 3, prefetch=k % 2)
+        again.set_state(json.loads(json.dumps(states[k])))
+        assert [number(r) for batch in again for r in batch] == served[4 * k :]
+    plan = made().plan
+    for record in (0, 31, 56):
+        held = [b for b in range(plan.batch_count) if record in plan.records(b)]
+        assert list(plan.batches(record)) == held
+
+
+def test_what_decides_the_order_is_part_of_the_state():
+    state = made().iterator().get_state()
+    assert state["plan"]["shuffle"] == "blocks"
+    assert state["plan"]["shuffle_window"] == 2
+    for other, text in [
+        (made(shuffle_window=3), "plan.shuffle_window: saved 2, here 3"),
+        (
+            made(shuffle="global", shuffle_window=None),
+            "plan.shuffle: saved 'blocks', here 'global'",
+        ),
+        (Pipeline(Records(57), **OPTIONS), "plan.blocks: saved '1 [0-9a-f]{32}', here '1 "),
+    ]:
+        with pytest.raises(Mismatch, match=text):
+            other.iterator().set_state(state)
+    assert made(shuffle_window=None).identity["plan"]["shuffle_window"] == WINDOW
+
+
+OPTIONS = {"batch_size": 4, "seed": 11, "shuffle": "blocks", "shuffle_window": 2, "epochs": 3}
+
+
+def test_a_mixture_shuffles_each_source_by_its_own_blocks():
+    pipe = Pipeline({"cut": Cut(40), "plain": Records(20)}, **{**OPTIONS, "epochs": 1})
+    rows = pipe.plan.rows(range(pipe.plan.batch_count))
+    cut = written_out([10] * 4, 2, 11, 0, 0)
+    plain = written_out([20], 2, 11, 0, 1)
+    assert rows.items[rows.sources == 0].tolist() == cut
+    assert rows.items[rows.sources == 1].tolist() == plain
+
+
+def test_a_filter_leaves_of_each_block_what_it_keeps():
+    source = Documents([3] * 50)
+    Documents.blocks = property(lambda self: np.arange(0, len(self) + 1, 10))
+    try:
+        pipe = Pipeline(source, **{**OPTIONS, "epochs": 1}, filter=Where("score", "<", 4))
+        assert blocks_of(pipe.sources["source"]).tolist() == [0, 4, 8, 12, 16, 20]
+        found = pipe.plan.records(range(pipe.plan.batch_count)).tolist()
+        assert found == written_out([4] * 5, 2, 11, 0, 0)
+        packed = Pipeline(source, **OPTIONS, pack=Pack(6, lengths="length"))
+        assert blocks_of(packed.sources["source"]).tolist() == [0, 5, 10, 15, 20, 25]
+    finally:
+        del Documents.blocks
+
+
+def test_documents_laid_end_to_end_in_the_order_of_blocks():
+    source = Documents([5] * 40)
+    options = {**OPTIONS, "shuffle_window": 1}
+
+    def tokens(pipe):
+        return np.concatenate([batch["tokens"].ravel() for batch in pipe.iterator()])
+
+    pipe = Pipeline(source, **options, pack=Concatenate(10, lengths="length"))
+    wanted = written_out([40], 1, 11, 0, 0)
+    assert (tokens(pipe)[:200:5] // 1000).tolist() == wanted
+    label = pipe.identity["sources"][0][1]["fingerprint"]
+    other = Pipeline(source, **OPTIONS, pack=Concatenate(10, lengths="length"))
+    assert other.identity["sources"][0][1]["fingerprint"] != label
+
+
+# -- Parquet ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    for shard in range(3):
+        values = np.arange(640) + 640 * shard
+        write_parquet(tmp_path / f"{shard}.parquet", {"value": values}, row_group_size=64)
+    return tmp_path / "*.parquet"
+
+
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("batch_size", [16, 100])
+def test_each_row_group_is_decoded_once_an_epoch(parquet, monkeypatch, window, batch_size):
+    """With room for two windows of groups: however many batches, and with an epoch's border."""
+    decoded = []
+    decode = formats_parquet._OpenFile.decode
+
+    def counted(opened, group, columns):
+        decoded.append(group)
+        return decode(opened, group, columns)
+
+    monkeypatch.setattr(formats_parquet._OpenFile, "decode", counted)
+    group_bytes = 64 * 8
+    source = open_source(parquet, cache_bytes=2 * 4 * group_bytes)
+    assert isinstance(source, ParquetSource)
+    assert source.blocks.tolist() == list(range(0, 1921, 64))
+    pipe = Pipeline(
+        source, batch_size=batch_size, seed=5, shuffle="blocks", shuffle_window=4, epochs=2
+    )
+    served = np.concatenate([batch["value"] for batch in pipe.iterator(window=window)])
+    assert np.array_equal(served, pipe.plan.records(range(pipe.plan.batch_count)))
+    assert len(decoded) <= 2 * 30 + 8, len(decoded)
+    blocks = len(decoded)
+    decoded.clear()
+    everywhere = Pipeline(source, batch_size=batch_size, seed=5, epochs=2)
+    for _ in everywhere.iterator(window=window):
+        pass
+    assert len(decoded) > 3 * blocks
+
+
+def test_with_the_cache_the_order_is_the_same(parquet, tmp_path):
+    source = open_source(parquet)
+    cached = source.cached(tmp_path / "cache")
+    assert cached.blocks.tolist() == source.blocks.tolist()
+    options = {**OPTIONS, "batch_size": 64}
+    first = Pipeline(source, **options).iterator()
+    next(first)
+    second = Pipeline(cached, **options).iterator()
+    second.set_state(first.get_state())
+    assert next(second)["value"].tolist() == next(first)["value"].tolist()
