@@ -71,7 +71,7 @@ class ParquetSource(Source):
 
     Cost: a read decodes each row group that holds one of its rows, unless it is cached; random
     rows of a source much larger than the cache decode a row group each. `shuffle="blocks"` decodes
-    each of them about once an epoch, if `cache_bytes` holds those of two of its windows. Pages
+    each of them about once an epoch, if `cache_bytes` holds those of a few of its windows. Pages
     written with a checksum (`write_parquet` does) are verified.
 
     Raises: Misuse for an unknown column; Mismatch when files differ in their columns; Damaged,

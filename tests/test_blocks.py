@@ -289,10 +289,9 @@ def parquet(tmp_path):
     return tmp_path / "*.parquet"
 
 
-@pytest.mark.parametrize("window", [1, 8])
-@pytest.mark.parametrize("batch_size", [16, 100])
+@pytest.mark.parametrize(("batch_size", "window"), [(16, 1), (16, 8), (60, 2)])
 def test_each_row_group_is_decoded_once_an_epoch(parquet, monkeypatch, window, batch_size):
-    """With room for two windows of groups: however many batches, and with an epoch's border."""
+    """With room for the windows that a read may touch, be it at the end of an epoch."""
     decoded = []
     decode = formats_parquet._OpenFile.decode
 
@@ -301,8 +300,8 @@ def test_each_row_group_is_decoded_once_an_epoch(parquet, monkeypatch, window, b
         return decode(opened, group, columns)
 
     monkeypatch.setattr(formats_parquet._OpenFile, "decode", counted)
-    group_bytes = 64 * 8
-    source = open_source(parquet, cache_bytes=2 * 4 * group_bytes)
+    group_bytes = 64 * 8 + 64
+    source = open_source(parquet, cache_bytes=3 * 4 * group_bytes)
     assert isinstance(source, ParquetSource)
     assert source.blocks.tolist() == list(range(0, 1921, 64))
     pipe = Pipeline(
@@ -310,13 +309,13 @@ def test_each_row_group_is_decoded_once_an_epoch(parquet, monkeypatch, window, b
     )
     served = np.concatenate([batch["value"] for batch in pipe.iterator(window=window)])
     assert np.array_equal(served, pipe.plan.records(range(pipe.plan.batch_count)))
-    assert len(decoded) <= 2 * 30 + 8, len(decoded)
     blocks = len(decoded)
+    assert blocks <= 2 * 30
     decoded.clear()
     everywhere = Pipeline(source, batch_size=batch_size, seed=5, epochs=2)
     for _ in everywhere.iterator(window=window):
         pass
-    assert len(decoded) > 3 * blocks
+    assert len(decoded) > 5 * blocks
 
 
 def test_with_the_cache_the_order_is_the_same(parquet, tmp_path):
