@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, final
@@ -201,19 +200,6 @@ class BlockOrder:
     def _windows(self) -> NDArray[np.int64]:
         """The first position of each window; at the end, the number of records."""
         return np.append(self._starts[: -1 : self.blocks.window], self._starts[-1])
-
-
-def told_of(blocks: Sequence[Blocks], items: Sequence[int]) -> dict[str, int | str]:
-    """All that decides the orders of several sources, of which `items` are known; flat.
-
-    Empty without blocks. A source that grew told the same before, of the items it had.
-    """
-    if not blocks:
-        return {}
-    digests = [each.of(count).digest for each, count in zip(blocks, items, strict=False)]
-    if len(digests) > 1:
-        digests = [hashlib.sha256(" ".join(digests).encode()).hexdigest()[:32]]
-    return {"blocks": f"{VERSION} {digests[0]}", "shuffle_window": blocks[0].window}
 
 
 @functools.lru_cache(maxsize=256)

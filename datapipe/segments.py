@@ -131,6 +131,7 @@ class Positions:
         data: JSON = {"sources": [], "segments": mine["segments"]}
         lines = mismatch({**theirs, **data}, {**mine, **data})
         before, here = dict(theirs["sources"]), dict(mine["sources"])
+        blocks = self.plan.order.blocks
         if [*here][: len(before)] != [*before]:
             lines.append(
                 "sources: those that were there stay, under their names and in their order, be it "
@@ -140,6 +141,11 @@ class Positions:
         for number, (name, known) in enumerate(before.items()):
             was = theirs["segments"][-1]["items"][number]
             now = mine["segments"][-1]["items"][number]
+            if blocks and was <= now and known.get("blocks") != blocks[number].of(was).digest:
+                lines.append(
+                    f"sources.{name}: the first {was} records were cut into other blocks, "
+                    "which shuffle='blocks' keeps together"
+                )
             if was == now and known["fingerprint"] == here[name]["fingerprint"]:
                 continue
             reason = _not_grown(known, self.fingerprints[name], was, now)

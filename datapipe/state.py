@@ -15,10 +15,11 @@ It counts examples of the whole run, so that it is the same for any number of pr
 and workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
 *identity*: a state is refused where they differ, unless a segment may open that leads from one to
 the other (see `datapipe.segments`). How long the run goes on (`epochs`, `remainder`) is no part of
-it. Skips are addresses (see `datapipe.plan`). The sources stand in the order of their numbers: a
-new one comes behind those that are there. Others stand in for the records in `replaced`, given by
-their ids (see `datapipe.substitutes`), also where they can be read by now; a state of format 2,
-which is read as well, has none.
+it. Where blocks are shuffled (`datapipe.blocks`), `plan` tells of their windows, and each source by
+a digest how it is cut. Skips are addresses (see `datapipe.plan`). The sources stand in the order of
+their numbers: a new one comes behind those that are there. Others stand in for the records in
+`replaced`, given by their ids (see `datapipe.substitutes`), also where they can be read by now; a
+state of format 2, which is read as well, has none.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -31,8 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from datapipe import permute, plan
-from datapipe.blocks import told_of
+from datapipe import blocks, permute, plan
 from datapipe.examples import Examples, Segment
 from datapipe.mixing import BLOCK
 from datapipe.permute import LIMIT
@@ -130,11 +130,25 @@ def identity(
             "permutation": permute.VERSION,
             "seed": order.seed,
             "shuffle": order.shuffle,
-            **told_of(order.blocks, order.segments[-1].items),
+            **_windows(order),
         },
-        "sources": [[name, condensed(found)] for name, found in fingerprints.items()],
+        "sources": [
+            [name, {**condensed(found), **_cuts(order, number)}]
+            for number, (name, found) in enumerate(fingerprints.items())
+        ],
         "transforms": list(transforms),
     }
+
+
+def _windows(order: Examples) -> JSON:
+    """Of a shuffle by blocks; how each source is cut is told with it."""
+    if not order.blocks:
+        return {}
+    return {"blocks": blocks.VERSION, "shuffle_window": order.blocks[0].window}
+
+
+def _cuts(order: Examples, source: int) -> JSON:
+    return {"blocks": order.blocks[source].digest} if order.blocks else {}
 
 
 def segments_in(segments: Iterable[Segment]) -> list[JSON]:

@@ -20,7 +20,7 @@ from datapipe.epochs import EpochSource
 from datapipe.indexes import Kept
 from datapipe.packing import Bins
 from datapipe.pieces import Pieces, assemble
-from datapipe.streams import Orders, Shuffle
+from datapipe.streams import SHUFFLES, Orders, Shuffle
 from formats.errors import BadRecord, Misuse
 from formats.source import Batch, Column, Source, Spec, as_rows, blocks_of, sealed
 
@@ -171,7 +171,9 @@ class ConcatenatedRows(EpochSource):
         return f"ConcatenatedRows({self.documents.source!r}, {len(self)} of {self.laid.capacity})"
 
     def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> ConcatenatedRows:
-        """See `EpochSource.shuffled`."""
+        """See `EpochSource.shuffled`. Raises Misuse: no such order."""
+        if shuffle not in SHUFFLES:
+            raise Misuse(f"wanted one of {', '.join(SHUFFLES)}, found {shuffle!r}")
         documents = self.documents.source
         blocks = Blocks(blocks_of(documents), window) if shuffle == "blocks" else None
         orders = Orders(shuffle, len(documents), seed, number, blocks)

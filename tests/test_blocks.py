@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from datapipe.permute import Permutation, mix
 from formats import open_source, write_parquet
 from formats.errors import Misuse
 from formats.parquet import ParquetSource
-from formats.source import BLOCK, blocks_of
+from formats.source import BLOCK, blocks_of, sealed
 
 
 def written_out(sizes, window, seed, epoch, stream):
@@ -224,13 +225,15 @@ def test_what_decides_the_order_is_part_of_the_state():
     state = made().iterator().get_state()
     assert state["plan"]["shuffle"] == "blocks"
     assert state["plan"]["shuffle_window"] == 2
+    assert state["plan"]["blocks"] == VERSION
+    assert state["sources"][0][1]["blocks"] == Blocks(Cut(57).blocks).digest
     for other, text in [
         (made(shuffle_window=3), "plan.shuffle_window: saved 2, here 3"),
         (
             made(shuffle="global", shuffle_window=None),
             "plan.shuffle: saved 'blocks', here 'global'",
         ),
-        (Pipeline(Records(57), **OPTIONS), "plan.blocks: saved '1 [0-9a-f]{32}', here '1 "),
+        (Pipeline(Records(57), **OPTIONS), "sources.source.blocks: saved '[0-9a-f]{32}', here '"),
     ]:
         with pytest.raises(Mismatch, match=text):
             other.iterator().set_state(state)
@@ -249,18 +252,39 @@ def test_a_mixture_shuffles_each_source_by_its_own_blocks():
     assert rows.items[rows.sources == 1].tolist() == plain
 
 
+class CutDocuments(Documents):
+    """In blocks that a test gives."""
+
+    blocks = None
+
+
 def test_a_filter_leaves_of_each_block_what_it_keeps():
-    source = Documents([3] * 50)
-    Documents.blocks = property(lambda self: np.arange(0, len(self) + 1, 10))
-    try:
-        pipe = Pipeline(source, **{**OPTIONS, "epochs": 1}, filter=Where("score", "<", 4))
-        assert blocks_of(pipe.sources["source"]).tolist() == [0, 4, 8, 12, 16, 20]
-        found = pipe.plan.records(range(pipe.plan.batch_count)).tolist()
-        assert found == written_out([4] * 5, 2, 11, 0, 0)
-        packed = Pipeline(source, **OPTIONS, pack=Pack(6, lengths="length"))
-        assert blocks_of(packed.sources["source"]).tolist() == [0, 5, 10, 15, 20, 25]
-    finally:
-        del Documents.blocks
+    source = CutDocuments([3] * 50)
+    source.blocks = np.arange(0, 51, 10)
+    pipe = Pipeline(source, **{**OPTIONS, "epochs": 1}, filter=Where("score", "<", 4))
+    assert blocks_of(pipe.sources["source"]).tolist() == [0, 4, 8, 12, 16, 20]
+    found = pipe.plan.records(range(pipe.plan.batch_count)).tolist()
+    assert found == written_out([4] * 5, 2, 11, 0, 0)
+    packed = Pipeline(source, **OPTIONS, pack=Pack(6, lengths="length"))
+    assert blocks_of(packed.sources["source"]).tolist() == [0, 5, 10, 15, 20, 25]
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any),
+    st.sampled_from(["first-fit", "best-fit"]),
+    st.integers(1, 12),
+)
+def test_bins_lie_in_the_blocks_of_their_first_documents(lengths, strategy, window):
+    source = CutDocuments(lengths)
+    source.blocks = np.append(np.arange(0, len(lengths), 7), len(lengths))
+    pack = Pack(6, lengths="length", strategy=strategy, window=window)
+    bins = Pipeline(source, batch_size=1, seed=0, pack=pack).source
+    found = bins.blocks
+    for block, (start, stop) in enumerate(itertools.pairwise(found.tolist())):
+        pieces = bins.pieces(np.arange(start, stop), np.zeros(stop - start, np.int64))
+        firsts = pieces.records[pieces.offsets == 0]
+        assert all(7 * block <= first < 7 * block + 7 for first in firsts.tolist())
+    assert found[-1] == len(bins)
 
 
 def test_documents_laid_end_to_end_in_the_order_of_blocks():
@@ -328,3 +352,52 @@ def test_with_the_cache_the_order_is_the_same(parquet, tmp_path):
     second = Pipeline(cached, **options).iterator()
     second.set_state(first.get_state())
     assert next(second)["value"].tolist() == next(first)["value"].tolist()
+
+
+# -- growth of a pipeline -------------------------------------------------------------------------
+
+
+class Grown(Records):
+    """Files of the given numbers of records, each of them a block."""
+
+    def __init__(self, *files, name="memory", cut=None):
+        super().__init__(sum(files), name=name)
+        self.files = files
+        self.blocks = bounds(files if cut is None else cut)
+
+    def fingerprint(self):
+        files = [{"name": f"{i}", "records": count} for i, count in enumerate(self.files)]
+        return sealed({"format": "memory", "records": self.count, "files": files})
+
+
+def grown(*files, **options):
+    source = Grown(*files, **options)
+    pipe = Pipeline(source, **{**OPTIONS, "epochs": 4})
+    return pipe.iterator(prefetch=0, on_change="segment")
+
+
+def test_a_run_goes_on_with_more_blocks():
+    sizes, more = [9, 4, 11, 6], [9, 4, 11, 6, 8, 5]
+    short = grown(*sizes)
+    served = [number(record) for _ in range(10) for record in next(short)]
+    long = grown(*more)
+    long.set_state(json.loads(json.dumps(short.get_state())))
+    middle = long.get_state()
+    for _ in range(5):
+        served += [number(record) for record in next(long)]
+    again = grown(*more)  # and once more, from a state that tells of both
+    again.set_state(json.loads(json.dumps(long.get_state())))
+    served += [number(record) for batch in again for record in batch]
+    wanted = [r for epoch in (0, 1) for r in written_out(sizes, 2, 11, epoch, 0)]
+    wanted += [r for epoch in (2, 3) for r in written_out(more, 2, 11, epoch, 0)]
+    assert served == wanted[: len(served)]
+    assert len(wanted) - len(served) < 4
+    assert long.span(middle, 0, 5) == [(40, 60)]
+    assert long.span(short.toward(short.get_state(), middle), 0, 5) == [(40, 60)]
+
+
+def test_records_that_are_cut_otherwise_are_no_growth():
+    state = grown(9, 4, 11, 6).get_state()
+    for other in (grown(9, 4, 11, 6, 8, cut=[9, 15, 6, 8]), grown(9, 4, 11, 6, cut=[15, 15])):
+        with pytest.raises(Mismatch, match="the first 30 records were cut into other blocks"):
+            other.set_state(state)
