@@ -252,7 +252,7 @@ Start = Callable[..., Play]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "FIRST_PAUSE_S", 0.005)
     monkeypatch.setattr(lanes, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(lanes, "SILENT_S", 0.2)
+    monkeypatch.setattr(lanes, "SILENT_S", 1.0)
     monkeypatch.setattr(lanes, "SLOWEST_BYTES_PER_S", 1 << 40)
 
 
