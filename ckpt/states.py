@@ -57,6 +57,13 @@ class Skipping(Protocol):
 
 
 @runtime_checkable
+class Prefetching(Protocol):
+    """An iterator that can make batches before they are asked for."""
+
+    def start_prefetch(self) -> None: ...
+
+
+@runtime_checkable
 class Positioned(Protocol):
     """An iterator of which not every range ends at a position: several sources are mixed."""
 
@@ -227,6 +234,8 @@ def put(
 ) -> None:
     """Position the iterators of one of several processes as saved, with the skips in force.
 
+    Those that can begin at once to make the batches that follow.
+
     Raises:
         Mismatch: as `saved_for`.
         Misuse: skips are in force and an iterator cannot skip.
@@ -235,6 +244,9 @@ def put(
     for name, each in named(data).items():
         each.set_state(found[name])
         apply_skips(name, each, skips)
+    for each in named(data).values():  # only now: an error would have put all of them back
+        if isinstance(each, Prefetching):
+            each.start_prefetch()
 
 
 def saved_for(

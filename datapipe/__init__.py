@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from datapipe.plan import Plan
     from datapipe.scanning import Where
     from datapipe.stages import Concatenate, Pack
+    from datapipe.stats import Stats
     from formats.errors import (
         BadRecord,
         Damaged,
@@ -39,6 +40,7 @@ _HOME = {
     "Permutation": "datapipe.permute",
     "Pipeline": "datapipe.pipeline",
     "Plan": "datapipe.plan",
+    "Stats": "datapipe.stats",
     "StoreFailed": "formats.errors",
     "Unsupported": "formats.errors",
     "Where": "datapipe.scanning",
@@ -59,6 +61,7 @@ __all__ = [
     "Permutation",
     "Pipeline",
     "Plan",
+    "Stats",
     "StoreFailed",
     "Unsupported",
     "Where",

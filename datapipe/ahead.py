@@ -23,6 +23,7 @@ from datapipe.batch import Made, Recipe
 from datapipe.faults import Fault, too_many
 from datapipe.plan import Plan
 from datapipe.rows import Rows
+from datapipe.stats import Meter, Stats
 from datapipe.substitutes import Replaced
 from datapipe.window import Window
 from formats.errors import Misuse
@@ -108,6 +109,7 @@ class Ahead:
         self._feed = feed
         self._rows = None if feed is None else feed.rows
         self._pace = pace
+        self._meter = Meter(pace)
         self._queue: deque[_Coming] = deque()
         self._makers: ThreadPoolExecutor | None = None
         self._placer: ThreadPoolExecutor | None = None
@@ -123,6 +125,7 @@ class Ahead:
         Records in `replaced` are replaced by others.
         """
         self._drop()
+        self._meter.restart()
         if self._crew is not None:
             self._crew.restart()
         self._plan = plan
@@ -169,6 +172,7 @@ class Ahead:
         Raises:
           BadRecord: a record is bad and not to be replaced, or there are too many.
         """
+        asked = self._meter.clock()
         self._fill(1)
         if not self._queue:
             return None
@@ -181,7 +185,12 @@ class Ahead:
             raise too_many(len(self._replaced), new, limit)
         self._queue.popleft()  # only now: an interrupt while waiting loses nothing
         coming.done()
+        self._meter.delivered(asked, made.cost)
         return Ready(made.batch, coming.next_example, new)
+
+    def stats(self) -> Stats:
+        """What was delivered, and how fast."""
+        return self._meter.stats()
 
     def close(self, *, wait: bool) -> None:
         """Stops working; `wait`: until threads and processes have ended."""
@@ -263,7 +272,8 @@ def _placed(coming: _Coming, feed: Feed | None) -> Made:
     """The batch where it belongs."""
     made = coming.made()
     if feed is not None:
-        made = made._replace(batch=feed.place(made.batch))
+        with made.cost.of("placing"):
+            made = made._replace(batch=feed.place(made.batch))
         coming.done()
     return made
 

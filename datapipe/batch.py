@@ -20,6 +20,7 @@ from datapipe.reading import Readable, Reads, places, readable
 from datapipe.replacing import Replacing
 from datapipe.rows import Rows
 from datapipe.stack import objects, stack
+from datapipe.stats import Cost, size_of
 from datapipe.transform import Transform, generator
 from formats.errors import Mismatch
 
@@ -39,13 +40,14 @@ class Recipe:
 
 
 class Made(NamedTuple):
-    """A batch, and the bad records that came up in it and were not known before."""
+    """A batch, the bad records that came up in it and were not known before, and what it cost."""
 
     batch: Any
     faults: tuple[Fault, ...]
+    cost: Cost
 
 
-def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None = None) -> Made:
+def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, cost: Cost) -> Made:
     """One batch.
 
     Args:
@@ -53,6 +55,7 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None =
       planned: its rows.
       known: the records that are replaced.
       done: the rows with substitutes for those, and their records; None: they are read.
+      cost: what the batch has cost up to here.
 
     Raises:
       BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`; what sources and
@@ -61,17 +64,24 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None =
     replacing = Replacing(recipe.sources, recipe.tolerance, known)
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
     if each:
-        batch = _mapped(recipe, each, planned, replacing, done)
+        batch = _mapped(recipe, each, planned, replacing, done, cost)
     else:
-        batch = _taken(recipe.sources, done or readable(recipe.sources, planned, replacing))
+        if done is None:
+            with cost.of("reading"):
+                done = readable(recipe.sources, planned, replacing)
+        with cost.of("stacking"):
+            batch = _taken(recipe.sources, done)
     for transform in recipe.transforms[len(each) :]:
         try:
-            batch = transform.fn(batch)
+            with cost.of("functions"):
+                batch = transform.fn(batch)
         except Exception as error:
             first, last = int(planned.examples[0]), int(planned.examples[-1])
             error.add_note(f"in .{transform.label} of the batch of examples {first} to {last}")
             raise
-    return Made(batch, replacing.found)
+    cost.records = planned.size
+    cost.size_bytes = size_of(batch)
+    return Made(batch, replacing.found, cost)
 
 
 # -- examples --------------------------------------------------------------------------------------
@@ -83,6 +93,7 @@ def _mapped(
     planned: Rows,
     replacing: Replacing,
     done: Readable | None,
+    cost: Cost,
 ) -> Any:
     """The batch where functions make its examples."""
     steady = len(list(takewhile(lambda transform: transform.kind == "map", transforms)))
@@ -90,22 +101,26 @@ def _mapped(
     records = planned.records.copy()
     left = np.arange(planned.size)  # those that are not made yet
     while left.size:
-        done = done or readable(recipe.sources, planned.take(left), replacing)
+        if done is None:
+            with cost.of("reading"):
+                done = readable(recipe.sources, planned.take(left), replacing)
         rows, reads = done
         records[left] = rows.records
         at, numbers = places(recipe.sources, done).tolist(), rows.sources.tolist()
         bad: list[int] = []
-        for row, goal in enumerate(left.tolist()):
-            raw = _record(reads[numbers[row]].raw, at[row])
-            try:
-                examples[goal] = _example(recipe.seed, transforms, rows, row, raw)
-            except _Failed as failed:
-                what, reason = f"fails in .{transforms[failed.position].label}", failed.reason
-                its_fault = failed.position < steady and is_of_a_record(reason)
-                replacing.note(rows, row, what, reason, may_be_replaced=its_fault)
-                bad.append(row)
+        with cost.of("functions"):
+            for row, goal in enumerate(left.tolist()):
+                raw = _record(reads[numbers[row]].raw, at[row])
+                try:
+                    examples[goal] = _example(recipe.seed, transforms, rows, row, raw)
+                except _Failed as failed:
+                    what, reason = f"fails in .{transforms[failed.position].label}", failed.reason
+                    its_fault = failed.position < steady and is_of_a_record(reason)
+                    replacing.note(rows, row, what, reason, may_be_replaced=its_fault)
+                    bad.append(row)
         left, done = left[bad], None
-    return stack(examples, [f"record {record}" for record in records.tolist()])
+    with cost.of("stacking"):
+        return stack(examples, [f"record {record}" for record in records.tolist()])
 
 
 class _Failed(Exception):

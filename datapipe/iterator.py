@@ -19,6 +19,7 @@ from datapipe.ahead import Ahead
 from datapipe.faults import Fault
 from datapipe.plan import Plan
 from datapipe.segments import Positions
+from datapipe.stats import Stats
 from datapipe.substitutes import Replaced
 from formats.errors import Misuse
 
@@ -74,6 +75,10 @@ class Iterator(grain.DatasetIterator[Any]):
         """Starts to make batches, if `prefetch` allows any, before the first one is asked for."""
         self._refuse_closed()
         self._ahead.start()
+
+    def stats(self) -> Stats:
+        """Batches and records delivered, how long they were waited for, and what takes longest."""
+        return self._ahead.stats()
 
     def close(self) -> None:
         """Stops working ahead and waits for the threads. Only the state can be asked for then."""

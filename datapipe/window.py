@@ -18,6 +18,7 @@ from datapipe.plan import Plan
 from datapipe.reading import Readable, read
 from datapipe.replacing import Replacing
 from datapipe.rows import Rows
+from datapipe.stats import Cost
 from datapipe.substitutes import Replaced
 
 
@@ -65,12 +66,14 @@ class Window:
         Raises:
           BadRecord: a record of *this* batch is bad and not to be replaced.
         """
+        cost = Cost()
         with self._lock:
             if self._shares is None:
-                self._shares = self._read()
+                with cost.of("reading"):
+                    self._shares = self._read()
         planned, done = self._shares[index]
         try:
-            return make(self._recipe, planned, self._replaced, done)
+            return make(self._recipe, planned, self._replaced, done, cost)
         except StopIteration as error:  # from a function of the user: it would look like the end
             raise RuntimeError("a function of the pipeline raised StopIteration") from error
 
