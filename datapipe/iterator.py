@@ -147,6 +147,8 @@ class Iterator(grain.DatasetIterator[Any]):
         self._plan = resumed.plan
         self._next_example = saved.next_example
         self._replaced = saved.replaced
+        if len(saved.replaced):
+            _log.info("%d records are replaced, as the saved position says", len(saved.replaced))
         self._drop_ahead()
 
     def seek(self, example: int) -> None:

@@ -91,13 +91,14 @@ class Replacing:
     def _fault(self, rows: Rows, row: int, what: str, reason: Exception) -> Fault:
         number, record = int(rows.sources[row]), int(rows.records[row])
         source = self._sources[number]
+        told = reason if isinstance(reason, BadRecord) else BadRecord("")
         return Fault(
             source=number,
             id=int(rows.take([row]).ids(source)[0]),
             record=record,
             where=source.where(record),
-            file=getattr(reason, "file", ""),
-            position=getattr(reason, "position", -1),
+            file=told.file,
+            position=told.position,
             example=int(rows.examples[row]),
             epoch=int(rows.epochs[row]),
             what=f"{what}: {type(reason).__name__}: {reason}",

@@ -1,11 +1,13 @@
-"""What a pipeline with bad records must serve, found row by row in plain Python."""
+"""A pipeline with bad records, and what it must serve, found row by row in plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 import numpy as np
+from memory_source import Records, number
 
+from datapipe import Pipeline
 from datapipe.permute import mix
 from datapipe.plan import Plan
 
@@ -64,3 +66,26 @@ def seeded(seed: int, items: int, count: int) -> set[Pair]:
     """Some records of source 0."""
     rng = np.random.default_rng(seed)
     return {(0, int(record)) for record in rng.choice(items, count, replace=False)}
+
+
+# -- a pipeline to test ----------------------------------------------------------------------------
+
+BAD = [3, 17, 18, 40, 41, 55]
+PAIRS = {(0, record) for record in BAD}
+
+
+def made(source=None, *, bad=BAD, **options):
+    source = source or Records(60, bad=bad)
+    arguments = {"batch_size": 7, "seed": 11, "epochs": 3, "on_bad_record": "replace"}
+    return Pipeline(source, **{**arguments, **options}).map(number, version="1")
+
+
+def rows(pipe, **options):
+    with pipe.iterator(**options) as iterator:
+        return [batch.tolist() for batch in iterator]
+
+
+def wanted(pipe, bad=PAIRS, items=60):
+    """Its batches as lists of records, and what is known to be bad after each."""
+    found, met = served(pipe.plan, range(pipe.plan.batch_count), [items], bad)
+    return [[record for _, record in batch] for batch in found], met

@@ -1,44 +1,21 @@
-"""Bad records and their substitutes: what is served, what the state tells, when it is too much."""
+"""Bad records and their substitutes: what is served, and what the state tells."""
 
 from __future__ import annotations
 
 import json
-import logging
-import pickle
 
 import numpy as np
 import pytest
+from document_source import Documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_source import Columns, Records, number
-from replacing_oracle import ids_of, seeded, served, substitute
+from memory_source import Columns, Records
+from replacing_oracle import BAD, PAIRS, ids_of, made, rows, seeded, served, substitute, wanted
 from test_epoch_sources import Turning
 
-import datapipe
-from datapipe import BadRecord, Misuse, Pipeline
-from datapipe.faults import Fault
+from datapipe import Concatenate, Pack, Pipeline, Where
 from datapipe.state import State
 from datapipe.substitutes import Replaced, candidates
-
-BAD = [3, 17, 18, 40, 41, 55]
-PAIRS = {(0, record) for record in BAD}
-
-
-def made(source=None, *, bad=BAD, **options):
-    source = source or Records(60, bad=bad)
-    arguments = {"batch_size": 7, "seed": 11, "epochs": 3, "on_bad_record": "replace"}
-    return Pipeline(source, **{**arguments, **options}).map(number, version="1")
-
-
-def rows(pipe, **options):
-    with pipe.iterator(**options) as iterator:
-        return [batch.tolist() for batch in iterator]
-
-
-def wanted(pipe, bad=PAIRS, items=60):
-    found, met = served(pipe.plan, range(pipe.plan.batch_count), [items], bad)
-    return [[record for _, record in batch] for batch in found], met
-
 
 # -- substitutes -----------------------------------------------------------------------------------
 
@@ -293,144 +270,6 @@ def test_mended_while_the_run_goes_on(reads, options):
             assert batch == [record for _, record in found[0]], f"batch {index}"
 
 
-# -- the log and the limit -------------------------------------------------------------------------
-
-
-def test_each_is_told_once(caplog):
-    pipe = made()
-    with caplog.at_level(logging.WARNING, "datapipe"):
-        rows(pipe, prefetch=4)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == len(BAD)
-    order = pipe.plan.rows(range(pipe.plan.batch_count))
-    for record in BAD:
-        (line,) = [line for line in lines if line.startswith(f"record {record} (")]
-        assert f"memory-shard-{record // 10}, record {record % 10}" in line
-        assert "cannot be read: BadRecord: rotten" in line
-        example = int(np.flatnonzero(order.items == record)[0])
-        assert f"example {example}, in epoch 0" in line or "another" in line
-
-
-def test_no_more_than_the_limit(caplog):
-    pipe = made(bad_record_limit=4)
-    _, met = wanted(pipe)
-    fits = sum(len(known) <= 4 for known in met)
-    assert 0 < fits < len(met)
-    iterator = pipe.iterator(prefetch=6)
-    for _ in range(fits):
-        next(iterator)
-    for _ in range(2):
-        with pytest.raises(BadRecord, match=rf"{len(met[fits])} records are bad") as caught:
-            next(iterator)
-        assert iterator.next_example == 7 * fits
-        text = str(caught.value)
-        assert "bad_record_limit=4" in text
-        assert "raise the limit" in text
-        assert f"{len(met[fits - 1])} are replaced already" in text
-        (first, *_) = met[fits] - met[fits - 1]
-        assert f"memory-shard-{first[1] // 10}" in text
-        assert "example" in text
-        assert caught.value.index in {record for _, record in met[fits]}
-    assert iterator.get_state()["replaced"] == ids_of(met[fits - 1])
-    more = made(bad_record_limit=6).iterator()
-    more.set_state(iterator.get_state())
-    assert [batch.tolist() for batch in more] == wanted(pipe)[0][fits:]
-
-
-def test_a_function_that_fails_for_all_stops_soon():
-    calls = []
-
-    def choke(value):
-        calls.append(value)
-        raise ValueError("no such column")
-
-    pipe = made(bad=(), bad_record_limit=5).map(choke, version="1")
-    with pytest.raises(BadRecord, match=r"(?s)6 records are bad.*and 3 more") as caught:
-        rows(pipe, prefetch=0)
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert len(calls) == 6
-
-
-def test_no_record_is_left_to_stand_in():
-    pipe = made(Records(12, bad=range(12)), bad_record_limit=1000)
-    with pytest.raises(BadRecord, match="so are all 64 records that could stand in"):
-        next(pipe.iterator())
-
-
-def test_what_is_no_fault_of_a_record():
-    def failing(error):
-        def choke(value, *_):
-            if value == 17:
-                raise error
-            return value
-
-        return choke
-
-    for error in (
-        OSError(5, "input/output error"),
-        MemoryError(),
-        TimeoutError(),
-        datapipe.StoreFailed("no answer"),
-    ):
-        with pytest.raises(BadRecord, match=r"record 17 .*fails in \.map") as caught:
-            rows(made(bad=()).map(failing(error), version="1"))
-        assert caught.value.__cause__ is error
-    by_chance = ValueError("by chance")
-    drawing = made(bad=()).random_map(lambda value, rng: value, version="1")
-    for pipe in (
-        made(bad=()).random_map(failing(by_chance), version="1"),
-        drawing.map(failing(by_chance), version="1"),
-    ):
-        with pytest.raises(BadRecord, match=r"record 17 .*fails in .*iterator\.skip") as caught:
-            rows(pipe)
-        assert caught.value.__cause__ is by_chance
-
-
-@pytest.mark.parametrize(
-    "error", [datapipe.StoreFailed("no answer"), OSError(5, "input/output error")]
-)
-def test_a_store_that_fails_is_no_bad_record(error):
-    class Away(Records):
-        def read(self, indices):
-            if 17 in np.asarray(indices):
-                raise error
-            return super().read(indices)
-
-    with pytest.raises(type(error)) as caught:
-        rows(made(Away(60, bad=[3, 4])))
-    assert caught.value is error
-
-
-def test_a_message_names_the_policy():
-    pipe = made(on_bad_record="raise")
-    with pytest.raises(BadRecord, match=r'Pipeline\(\.\.\., on_bad_record="replace"\)'):
-        rows(pipe)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"on_bad_record": "ignore"}, "on_bad_record must be one of raise, replace"),
-        ({"bad_record_limit": -1}, "bad_record_limit must be an integer"),
-        ({"bad_record_limit": True}, "bad_record_limit must be an integer"),
-        ({"bad_record_limit": 1.5}, "bad_record_limit must be an integer"),
-    ],
-)
-def test_arguments_out_of_range(options, text):
-    with pytest.raises(Misuse, match=text):
-        made(**options)
-
-
-def test_the_policy_is_no_part_of_the_identity():
-    one, two = made(on_bad_record="raise"), made(bad_record_limit=3)
-    assert one.identity == two.identity
-
-
-def test_a_fault_crosses_processes():
-    fault = Fault(0, 7, 7, "shelf 7", "shelf", 7, 12, 1, "cannot be read")
-    assert pickle.loads(pickle.dumps(fault)) == fault
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_damage_any_interruptions(data):
@@ -454,3 +293,63 @@ def test_any_damage_any_interruptions(data):
         state = iterator.get_state()
         iterator.close()
     assert found == whole
+
+
+# -- views and segments ----------------------------------------------------------------------------
+
+
+def test_a_row_with_a_bad_document_is_replaced_by_another_row():
+    lengths = [3, 5, 2, 7, 4, 6, 1, 5, 3, 4, 2, 6]
+    for pack in (Pack(8, lengths="length"), Concatenate(8, lengths="length")):
+        options = {"batch_size": 3, "seed": 2, "epochs": 2, "pack": pack}
+        clean = Pipeline(Documents(lengths), **options)
+        source = Documents(lengths)
+        pipe = Pipeline(source, **options, on_bad_record="replace")
+        source.bad = {4}  # the index of lengths is made
+        good = [row for batch in clean for row in batch["tokens"].tolist()]
+        bad = [any(4000 <= token < 5000 for token in row) for row in good]
+        iterator = pipe.iterator()
+        found = [row for batch in iterator for row in batch["tokens"].tolist()]
+        assert any(bad)
+        assert len(found) == len(good)
+        for row, planned, is_bad in zip(found, good, bad, strict=True):
+            assert (row != planned) == is_bad
+            assert row in good  # a whole row of this epoch or, where they are the same, of all
+        assert iterator.get_state()["replaced"]
+        again = pipe.iterator()
+        again.set_state(iterator.get_state() | {"next_example": 0})
+        np.testing.assert_equal(list(again), list(pipe.iterator()))
+
+
+def test_what_a_filter_leaves_out_does_not_stand_in():
+    lengths = [1 + number % 5 for number in range(40)]
+    source = Documents(lengths)
+    pipe = Pipeline(
+        source,
+        batch_size=4,
+        seed=2,
+        epochs=3,
+        on_bad_record="replace",
+        filter=Where("length", ">=", 3),
+    )
+    source.bad = {3, 11, 19, 27, 35}
+    found = [length for batch in pipe for length in batch["length"].tolist()]
+    assert set(found) == {3, 4, 5}
+    assert len(found) == 4 * pipe.plan.batch_count
+
+
+def test_what_is_replaced_outlives_a_change_of_the_data():
+    before = made({"a": Records(30, bad=[3, 4])}, batch_size=5).iterator()
+    for _ in range(6):
+        next(before)
+    state = before.get_state()
+    assert state["replaced"] == [[3, 4]]
+    sources = {"a": Records(30), "b": Records(20, name="b", bad=[7])}
+    after = made(sources, batch_size=5, weights={"a": 1, "b": 1}).iterator(on_change="segment")
+    after.set_state(state)
+    assert after.get_state()["replaced"] == [[3, 4]]
+    rest = [batch.tolist() for batch in after]
+    bad = {(0, 3), (0, 4), (1, 7)}
+    found, _ = served(after.plan, range(6, 6 + len(rest)), [30, 20], bad)
+    assert rest == [[record for _, record in batch] for batch in found]
+    assert after.get_state()["replaced"] == [[3, 4], [7]]
