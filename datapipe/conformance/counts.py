@@ -7,7 +7,7 @@ from typing import Final
 
 from datapipe.conformance.check import Check, check
 from datapipe.conformance.resuming import batches_in, epochs_hold_each_once
-from datapipe.conformance.trial import FailedError, Trial, by_id, on_host, same, text_of
+from datapipe.conformance.trial import FailedError, Trial, by_id, on_host, same, short, text_of
 
 _HOSTS: Final = (1, 2, 4, 8)
 
@@ -88,7 +88,9 @@ def same_state_on_all_hosts(trial: Trial) -> None:
     for host, hosts in ((0, 2), (1, 2), (3, 4), (7, 8)):
         found = text_of(trial.state_after(on_host(setting, host, hosts), 3))
         if found != wanted:
-            raise FailedError(f"host {host} of {hosts}: wanted {wanted}, found {found}")
+            raise FailedError(
+                f"host {host} of {hosts}: wanted {short(wanted)}, found {short(found)}"
+            )
 
 
 @check("workers")
@@ -99,7 +101,7 @@ def same_state_for_all_workers(trial: Trial) -> None:
     for workers in (1, 2):
         found = text_of(trial.state_after(dataclasses.replace(setting, workers=workers), 5))
         if found != wanted:
-            raise FailedError(f"{workers} workers: wanted {wanted}, found {found}")
+            raise FailedError(f"{workers} workers: wanted {short(wanted)}, found {short(found)}")
 
 
 CHECKS: Final[tuple[Check, ...]] = (

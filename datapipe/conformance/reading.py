@@ -95,7 +95,7 @@ def _with_bad(trial: Trial, bad: int, **changes: Any) -> Any:
 
 @check()
 def bad_record_is_raised(trial: Trial) -> None:
-    """A corrupt record kills a worker and its slice vanishes, or more than one batch is lost."""
+    """A corrupt record kills a worker and its slice vanishes, or its batch is lost."""
     good = trial.setting(40, epochs=1)
     wanted = trial.served(good)
     bad = wanted[4][1]

@@ -153,9 +153,7 @@ def same(found: Sequence[Any], wanted: Sequence[Any], where: str) -> None:
     """Refuses batches that differ, and says where they do first."""
     for number, (one, other) in enumerate(zip(found, wanted, strict=False)):
         if one != other:
-            raise FailedError(
-                f"{where}: batch {number}: wanted {_short(other)}, found {_short(one)}"
-            )
+            raise FailedError(f"{where}: batch {number}: wanted {short(other)}, found {short(one)}")
     if len(found) != len(wanted):
         raise FailedError(f"{where}: wanted {len(wanted)} batches, found {len(found)}")
 
@@ -166,11 +164,12 @@ def once(found: Sequence[int], wanted: Sequence[int], where: str) -> None:
         missing = sorted({*wanted} - {*found})
         twice = sorted({each for each in found if found.count(each) > wanted.count(each)})
         raise FailedError(
-            f"{where}: {len(found)} records for {len(wanted)}: missing {_short(missing)}, "
-            f"too often {_short(twice)}"
+            f"{where}: {len(found)} records for {len(wanted)}: missing {short(missing)}, "
+            f"too often {short(twice)}"
         )
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """For a message."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

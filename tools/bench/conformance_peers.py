@@ -92,7 +92,7 @@ GRAIN: Final = Loader(
     name="Grain",
     open=_open_grain,
     ids=_ids,
-    offers=frozenset({"carry", "keep", "drop", "workers", "hosts", "seek"}),
+    offers=frozenset({"carry", "keep", "drop", "workers", "hosts", "rehost", "seek"}),
     packages=("grain",),
 )
 """`MapDataset` to `IterDataset`, with `mp_prefetch` for workers and slices for hosts."""
