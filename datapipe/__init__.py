@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datapipe.grain_source import GrainSource
     from datapipe.indexes import Kept
     from datapipe.iterator import Iterator
     from datapipe.permute import Permutation
@@ -31,6 +32,7 @@ _HOME = {
     "Concatenate": "datapipe.stages",
     "Damaged": "formats.errors",
     "DataError": "formats.errors",
+    "GrainSource": "datapipe.grain_source",
     "Iterator": "datapipe.iterator",
     "Kept": "datapipe.indexes",
     "Mismatch": "formats.errors",
@@ -52,6 +54,7 @@ __all__ = [
     "Concatenate",
     "Damaged",
     "DataError",
+    "GrainSource",
     "Iterator",
     "Kept",
     "Mismatch",

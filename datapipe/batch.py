@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,12 @@ class Recipe:
     seed: int
     tolerance: Tolerance = field(default_factory=Tolerance)
 
+    @cached_property
+    def has_trees(self) -> bool:
+        """Whether a source reads trees, which are stacked example by example."""
+        specs = [getattr(source, "spec", None) for source in self.sources]
+        return any(spec is not None and spec.trees for spec in specs)
+
 
 class Made(NamedTuple):
     """A batch, the bad records that came up in it and were not known before, and what it cost."""
@@ -63,7 +70,7 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, 
     """
     replacing = Replacing(recipe.sources, recipe.tolerance, known)
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
-    if each:
+    if each or recipe.has_trees:
         batch = _mapped(recipe, each, planned, replacing, done, cost)
     else:
         if done is None:

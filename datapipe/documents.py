@@ -50,6 +50,11 @@ class Documents:
                 f"{type(source).__name__} has no spec, so that nobody knows what its tokens are: "
                 "give it one, a formats.Spec"
             )
+        if spec.trees:
+            raise Misuse(
+                f"{type(source).__name__} has examples of any form, no columns of tokens: pack the "
+                "source beneath it"
+            )
         if not spec.columns:
             return Documents(source, lengths, "", _dtype_of_bytes("records of bytes", dtype))
         found = {each.name: each for each in spec.columns}

@@ -14,19 +14,12 @@ from formats.source import Batch, Source
 
 
 class EpochSource(Source):
-    """A source with as many items in every epoch, which the epoch decides as well.
+    """A source with as many items in every epoch, which the epoch decides as well."""
 
-    It has an order of its own in each epoch, and is served as it stands.
-    """
-
-    @abc.abstractmethod
-    def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> EpochSource:
-        """The same with that order in its epochs.
-
-        Args:
-          number: tells apart sources under one seed.
-          window: blocks that are shuffled together; for "blocks".
-        """
+    @property
+    def varies(self) -> bool:
+        """Whether an item can be another one in another epoch."""
+        return True
 
     @abc.abstractmethod
     def read_epochs(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
@@ -39,17 +32,35 @@ class EpochSource(Source):
         return self.read_epochs(items, np.zeros(items.shape, np.int64))
 
 
+class OrderedSource(EpochSource):
+    """One with an order of its own in each epoch, which is served as it stands."""
+
+    @abc.abstractmethod
+    def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> OrderedSource:
+        """The same with that order in its epochs.
+
+        Args:
+          number: tells apart sources under one seed.
+          window: blocks that are shuffled together; for "blocks".
+        """
+
+
+def varies(source: Source) -> bool:
+    """Whether an item of a source can be another one in another epoch."""
+    return isinstance(source, EpochSource) and source.varies
+
+
 def keys(source: Source, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
     """One number for each item to read, different where they are; int64[n].
 
     The item itself or, where the epoch decides what it is, its number through all epochs.
     """
-    return epochs * len(source) + items if isinstance(source, EpochSource) else items
+    return epochs * len(source) + items if varies(source) else items
 
 
 def read(source: Source, wanted: NDArray[np.int64]) -> Batch:
     """What these keys, int64[n], name; see `Source.read`."""
-    if isinstance(source, EpochSource):
+    if isinstance(source, EpochSource) and source.varies:
         epochs, items = np.divmod(wanted, len(source))
         return source.read_epochs(items, epochs)
     return source.read(wanted)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from datapipe.ahead import Ahead, Pace
 from datapipe.batch import Recipe
 from datapipe.blocks import WINDOW, Blocks
-from datapipe.epochs import EpochSource
+from datapipe.epochs import OrderedSource
 from datapipe.examples import Examples, Segment
 from datapipe.faults import OnBadRecord, Tolerance
+from datapipe.grain_source import adapted
 from datapipe.mixing import Mixture
 from datapipe.numbers import integer
 from datapipe.plan import Plan, Remainder
@@ -46,7 +47,8 @@ class Pipeline:
     examples a batch is the columns of the source, or a one-dimensional array of bytes objects.
 
     Args:
-      source: what `formats.open_source` returns, or anything with its methods; or several by name.
+      source: what `formats.open_source` returns, or anything with its methods; a
+        `grain.MapDataset` (see `GrainSource`); or several by name.
       batch_size: examples per batch, over all processes.
       seed: of the shuffle and of `.random_map`; 0 to 2^64 - 1.
       shuffle: True or "global": every epoch in another order of all records; "grain": in the order
@@ -101,7 +103,7 @@ class Pipeline:
         filter: Filter | Mapping[str, Filter] | None,
         pack: Packing | Mapping[str, Packing] | None,
     ) -> None:
-        given = _by_name(self.source)
+        given = {name: adapted(each) for name, each in _by_name(self.source).items()}
         if not given:
             raise NotFound("no source is given; check where their names come from")
         for name, source in given.items():
@@ -115,11 +117,11 @@ class Pipeline:
             raise Misuse(f"shuffle_window is for shuffle='blocks', here it is {self.shuffle!r}")
         views = staged(given, filter, pack)
         for number, (name, view) in enumerate(views.items()):
-            if isinstance(view, EpochSource):
+            if isinstance(view, OrderedSource):
                 seed = integer("seed", self.seed, 0, (1 << 64) - 1)
                 views[name] = view.shuffled(self._order, seed, number, self._window)
             _must_be_a_source(name, view)
-        ordered = {isinstance(view, EpochSource) for view in views.values()}
+        ordered = {isinstance(view, OrderedSource) for view in views.values()}
         if self.shuffle and len(ordered) > 1:
             raise Misuse(
                 "pack: Concatenate is for all sources or none, since it follows the shuffle: give "
@@ -182,7 +184,7 @@ class Pipeline:
             (self.weights or {}).get(n, c) for n, c in zip(self.sources, counts, strict=True)
         ]
         segment = Segment(0, tuple(counts), Mixture.of(weights).counts)
-        ordered = any(isinstance(source, EpochSource) for source in self.sources.values())
+        ordered = any(isinstance(source, OrderedSource) for source in self.sources.values())
         shuffle = "none" if ordered else self._order
         blocks: tuple[Blocks, ...] = ()
         if shuffle == "blocks":

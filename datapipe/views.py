@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe import concatenation
+from datapipe import epochs as by_epoch
 from datapipe.blocks import Blocks
 from datapipe.concatenation import Concatenation
 from datapipe.documents import Documents
-from datapipe.epochs import EpochSource
+from datapipe.epochs import EpochSource, OrderedSource
 from datapipe.indexes import Kept
 from datapipe.packing import Bins
 from datapipe.pieces import Pieces, assemble
@@ -28,7 +29,7 @@ _NAMED: Final = 3  # documents of a row that a message names
 
 
 @final
-class Filtered(Source):
+class Filtered(EpochSource):
     """The records of a source that a filter keeps, in their order.
 
     Raises:
@@ -49,11 +50,16 @@ class Filtered(Source):
     def __repr__(self) -> str:
         return f"Filtered({self.source!r}, {len(self)} of {self.kept.records} records)"
 
-    def read(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """See `Source.read`."""
-        rows = as_rows(indices, len(self))
+    @property
+    def varies(self) -> bool:
+        """As the source does."""
+        return by_epoch.varies(self.source)
+
+    def read_epochs(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
+        """See `EpochSource.read_epochs`."""
+        records = self.kept.ids[as_rows(items, len(self))]
         try:
-            return self.source.read(self.kept.ids[rows])
+            return by_epoch.read(self.source, by_epoch.keys(self.source, records, epochs))
         except BadRecord as error:
             if 0 <= error.index < self.kept.records:
                 item = int(self.kept.items(error.index))
@@ -153,7 +159,7 @@ class PackedRows(Source):
 
 
 @final
-class ConcatenatedRows(EpochSource):
+class ConcatenatedRows(OrderedSource):
     """Documents end to end, cut into rows; see `datapipe.concatenation`.
 
     A record is a row of an epoch. `read` returns what that of `PackedRows` does.
@@ -171,7 +177,7 @@ class ConcatenatedRows(EpochSource):
         return f"ConcatenatedRows({self.documents.source!r}, {len(self)} of {self.laid.capacity})"
 
     def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> ConcatenatedRows:
-        """See `EpochSource.shuffled`. Raises Misuse: no such order."""
+        """See `OrderedSource.shuffled`. Raises Misuse: no such order."""
         if shuffle not in SHUFFLES:
             raise Misuse(f"wanted one of {', '.join(SHUFFLES)}, found {shuffle!r}")
         documents = self.documents.source

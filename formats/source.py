@@ -21,7 +21,7 @@ import xxhash
 
 from formats.errors import Misuse, OutOfRange
 
-Batch: TypeAlias = "list[bytes] | dict[str, np.ndarray | list[Any]]"
+Batch: TypeAlias = "list[Any] | dict[str, np.ndarray | list[Any]]"
 T = TypeVar("T")
 
 BLOCK: Final = 4096
@@ -47,13 +47,18 @@ class Column:
 
 @dataclass(frozen=True)
 class Spec:
-    """What one `read` returns: columns by name or, where there are none, a list of bytes."""
+    """What one `read` returns: columns by name or, where there are none, a list of bytes.
+
+    trees: without columns, whether the list is one of examples instead, of any form.
+    """
 
     columns: tuple[Column, ...] = ()
+    trees: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that is equal exactly where the specs are."""
-        return {"columns": [asdict(c) | {"shape": list(c.shape)} for c in self.columns]}
+        columns = [asdict(c) | {"shape": list(c.shape)} for c in self.columns]
+        return {"columns": columns} | ({"trees": True} if self.trees else {})
 
 
 class Source(abc.ABC):
@@ -120,6 +125,14 @@ class Source(abc.ABC):
         if isinstance(batch, dict):
             return {name: column[0] for name, column in batch.items()}
         return batch[0]
+
+    def _getitems(self, indices: Sequence[int]) -> list[Any]:
+        """Records by one call: Grain asks for this name where it reads batches."""
+        batch = self.read(np.asarray(indices, np.int64))
+        if isinstance(batch, dict):
+            rows = zip(*batch.values(), strict=True)
+            return [dict(zip(batch, row, strict=True)) for row in rows]
+        return batch
 
     def __enter__(self) -> Self:
         return self

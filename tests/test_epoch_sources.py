@@ -22,10 +22,6 @@ class Turning(EpochSource):
     def __len__(self):
         return self.count
 
-    def shuffled(self, shuffle, seed, number, window):
-        assert shuffle == "none"
-        return self
-
     def read_epochs(self, items, epochs):
         pairs = list(zip(epochs.tolist(), items.tolist(), strict=True))
         self.calls.append(pairs)
