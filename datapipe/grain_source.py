@@ -148,9 +148,9 @@ class GrainSource(EpochSource):
                     "records": self._length,
                     "chain": _chain(self.dataset),
                     "reads": [
-                        json_digest(each.fingerprint())
-                        for node in _nodes(self.dataset)
-                        if hasattr(each := getattr(node, "_source", None), "fingerprint")
+                        json_digest(source.fingerprint())
+                        for source in _sources(self.dataset)
+                        if hasattr(source, "fingerprint")
                     ],
                     "sample": _digest(list(sample.values())),
                     "version": self.version,
@@ -217,6 +217,11 @@ def _nodes(dataset: Any) -> Iterator[Any]:
         yield from _nodes(parent)
 
 
+def _sources(dataset: Any) -> list[Any]:
+    """What it reads from."""
+    return [node._source for node in _nodes(dataset) if hasattr(node, "_source")]
+
+
 def _chain(dataset: Any) -> str:
     """What a dataset is made of, by names and lengths, which are the same in every process."""
     name, parents = type(dataset).__name__, getattr(dataset, "parents", ())
@@ -269,7 +274,7 @@ def _with_batched_sources(dataset: Any) -> Any:
     """
     source, parents = getattr(dataset, "_source", None), getattr(dataset, "_parents", ())
     if hasattr(source, "__getitems__") and not hasattr(source, "_getitems"):
-        changed = {"_source": _Batches(source)}
+        changed: dict[str, Any] = {"_source": _Batches(source)}
     else:
         twins = tuple(map(_with_batched_sources, parents))
         if all(twin is parent for twin, parent in zip(twins, parents, strict=True)):

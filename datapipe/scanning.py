@@ -129,7 +129,7 @@ def _narrowed(source: Source, columns: Sequence[str]) -> Iterator[Source]:
 
 def _column(batch: Batch, name: str) -> NDArray[Any] | list[Any]:
     if not isinstance(batch, dict):
-        raise Misuse(f"no column {name!r}: the source has none")
+        raise Misuse(f"no column {name!r}: the source has records of bytes, or trees")
     if name not in batch:
         raise Misuse(f"no column {name!r}, the source has {', '.join(batch)}")
     return batch[name]

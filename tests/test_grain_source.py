@@ -96,18 +96,18 @@ def test_shuffled_by_the_pipeline_every_element_is_in_every_epoch(name):
 @given(stop=st.integers(0, 9), batch_size=st.integers(1, 5), prefetch=st.integers(0, 2))
 def test_any_state_restores_into_another_object(stop, batch_size, prefetch):
     def pipe():
-        return Pipeline(
-            CHAINS["shuffle_then_random"](), batch_size=batch_size, seed=1, epochs=3
-        ).map(lambda tree: tree, version="1")
+        return Pipeline(CHAINS["shuffle_then_random"](), batch_size=batch_size, seed=1).map(
+            lambda tree: tree, version="1"
+        )
 
     with pipe().iterator(prefetch=prefetch) as batches:
         for _ in range(stop):
             next(batches)
         state = batches.get_state()
-        rest = list(batches)
+        rest = [next(batches) for _ in range(6)]
     with pipe().iterator(prefetch=2 - prefetch, window=3) as other:
         other.set_state(state)
-        same(rows_of(rest), rows_of(other))
+        same(rows_of(rest), rows_of(next(other) for _ in range(6)))
 
 
 def test_the_state_is_the_same_in_every_process():
@@ -171,7 +171,7 @@ def test_a_filter_of_the_pipeline_leaves_the_epochs_of_the_chain():
     wanted = [dataset[epoch * COUNT + i] for epoch in range(3) for i in (1, 4, 5, 10)]
     for one, other in zip(rows_of(pipe), wanted, strict=True):
         same(one, other)
-    with pytest.raises(Misuse, match=r"no column 'x': the source has none"):
+    with pytest.raises(Misuse, match=r"no column 'x': the source has records of bytes, or trees"):
         Pipeline(base(), batch_size=2, seed=0, filter=Where("x", ">", 1))
     with pytest.raises(Misuse, match="pack the source beneath it"):
         Pipeline(base(), batch_size=1, seed=0, pack=Pack(8, lengths=np.ones(COUNT, int)))
