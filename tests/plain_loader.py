@@ -89,7 +89,24 @@ class Plain:
             return [], at
         return rows, at
 
+    @functools.cached_property
+    def bins(self):
+        """Of packing: the documents of each row, in stored order."""
+        bins, room = [], 0
+        for index, number in enumerate(self.setting.source.ids):
+            length = len(Records.record(number))
+            if length > room:
+                bins.append([])
+                room = self.setting.row_tokens
+            bins[-1].append(index)
+            room -= length
+        if self.fault == "packed rows on all hosts" and self.setting.hosts > 1:
+            bins.reverse()
+        return bins
+
     def length(self, source):
+        if self.setting.row_tokens:
+            return len(self.bins)
         length = len(self.setting.sources[source])
         lost = self.fault == "each record once an epoch" and length % self.setting.batch_size == 7
         return length - lost
@@ -105,12 +122,20 @@ class Plain:
             records.append((source, self.order(source, epoch)[place]))
         if setting.workers == 3 and self.fault == "workers keep the order" and not self.is_restored:
             records.reverse()
+        if setting.row_tokens:
+            return [token for _, number in records for token in self.row(self.bins[number])]
         read = self.read(records)
         if not setting.raw:
             return [Records.number(each) for each in read]
         if self.fault == "growing records stay whole":
             return [each[: len(read[0])] for each in read]
         return read
+
+    def row(self, documents):
+        tokens = b"".join(self.setting.source.read(documents))
+        if self.fault == "packing loses no token":
+            tokens = tokens[:100]
+        return tokens.ljust(self.setting.row_tokens, b"\0")
 
     def order(self, source, epoch):
         setting, seed = self.setting, self.setting.seed
@@ -226,6 +251,7 @@ class Plain:
         elsewhere = {
             "state at every batch": not setting.shuffle,
             "state in another process": state.get("process") != os.getpid(),
+            "packed rows resume exactly": setting.row_tokens and setting.hosts == 1,
             "three crashes and resumes": self.resumes == 2 and not self.skips,
             "states at the borders of epochs": setting.epochs == 3
             and self.at[0] == 2 * len(setting.sources[0]),

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from formats.errors import BadRecord
+from formats.source import Spec
 
 Remainder = Literal["carry", "keep", "drop"]
 Ids = tuple[int, ...]
@@ -28,6 +29,7 @@ FEATURES: Final = {
     "seek": "iterator.seek(example)",
     "skip": "iterator.skip(ranges of examples)",
     "replace": "another record in the place of a bad one",
+    "pack": "documents in rows of a fixed number of tokens",
 }
 """What a loader may or may not offer; the checks that need it pass over those that do not."""
 
@@ -91,6 +93,11 @@ class Records:
             "digest": f"{self.name} {self.first} {self.count}",
         }
 
+    @property
+    def spec(self) -> Spec:
+        """No columns: records are bytes."""
+        return Spec()
+
     def where(self, index: int) -> str:
         """A record, in words."""
         return f"{self.name}, record {index}"
@@ -142,6 +149,8 @@ class Setting:
       functions by a version. The others may ignore it.
     raw: batches of the records themselves; else of their ids.
     on_bad_record: "raise", or "replace" where that is offered.
+    row_tokens: 0, or each record is a document whose bytes are its tokens, and a batch has rows of
+      that many, with zeros as padding.
     """
 
     sources: tuple[Records, ...]
@@ -157,6 +166,7 @@ class Setting:
     version: str = "1"
     raw: bool = False
     on_bad_record: Literal["raise", "replace"] = "raise"
+    row_tokens: int = 0
 
     @property
     def source(self) -> Records:
@@ -188,7 +198,7 @@ class Loader:
 
     name: heading of its column.
     open: an iterator at the beginning, for a setting.
-    ids: of a batch of ids: as integers.
+    ids: of a batch of ids: as integers; of a batch of rows: all tokens, row by row.
     offers: names of `FEATURES`.
     packages: whose versions a report names.
     """

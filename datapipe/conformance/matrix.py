@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from datapipe.conformance import belonging, counts, ending, reading, resuming, skipping
+from datapipe.conformance import belonging, counts, ending, packing, reading, resuming, skipping
 from datapipe.conformance.check import Check
 
 checks: Final[tuple[Check, ...]] = (
@@ -12,6 +12,7 @@ checks: Final[tuple[Check, ...]] = (
     *counts.CHECKS,
     *belonging.CHECKS,
     *skipping.CHECKS,
+    *packing.CHECKS,
     *reading.CHECKS,
     *ending.CHECKS,
 )

@@ -8,6 +8,7 @@ import numpy as np
 
 from datapipe.conformance.loader import FEATURES, Loader, Records, Setting
 from datapipe.pipeline import Pipeline
+from datapipe.stages import Pack
 
 if TYPE_CHECKING:
     import jax
@@ -26,8 +27,11 @@ def _open(setting: Setting) -> Iterator:
         remainder=setting.remainder,
         weights=dict(zip(sources, setting.weights, strict=True)) if setting.weights else None,
         on_bad_record=setting.on_bad_record,
+        pack={name: _pack(setting, each) for name, each in sources.items()}
+        if setting.row_tokens
+        else None,
     )
-    if not setting.raw:
+    if not setting.raw and not setting.row_tokens:
         pipe = pipe.map(Records.number, version="1")
     pipe = pipe.map_batch(_as_it_is, version=setting.version)
     options: dict[str, Any] = {"workers": setting.workers}
@@ -36,6 +40,11 @@ def _open(setting: Setting) -> Iterator:
     if setting.hosts > 1:
         options["sharding"] = _rows_of(setting)
     return pipe.iterator(**options)
+
+
+def _pack(setting: Setting, source: Records) -> Pack:
+    lengths = [len(Records.record(each)) for each in source.ids]
+    return Pack(setting.row_tokens, lengths=lengths, dtype="uint8")
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -78,9 +87,12 @@ def _rows_of(setting: Setting) -> jax.sharding.Sharding:
 
 
 def _ids(batch: Any) -> list[int]:
+    if isinstance(batch, dict):  # packed
+        batch = batch["tokens"]
     if isinstance(batch, np.ndarray):
-        return [int(each) for each in batch]
-    return [int(each) for shard in batch.addressable_shards for each in np.asarray(shard.data)]
+        return [int(each) for each in batch.ravel()]
+    shards = [np.asarray(shard.data) for shard in batch.addressable_shards]
+    return [int(each) for shard in shards for each in shard.ravel()]
 
 
 LOADER: Final = Loader(

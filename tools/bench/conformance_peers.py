@@ -19,7 +19,7 @@ def _dataset(setting: Setting) -> Any:
         part = grain.MapDataset.source(source).seed(setting.seed)
         if setting.shuffle:
             part = part.shuffle()
-        if not setting.raw:
+        if not setting.raw and not setting.row_tokens:
             part = part.map(Records.number)
         parts.append(part)
     if len(parts) > 1:
@@ -30,6 +30,8 @@ def _dataset(setting: Setting) -> Any:
 def _open_grain(setting: Setting) -> Any:
     """Shuffle, slice for the host, batch, repeat, and processes behind all that."""
     share = setting.batch_size // setting.hosts
+    if setting.row_tokens:
+        return _Grain(_packed(setting, share), setting)
     records = _dataset(setting)
     if setting.remainder == "carry":
         records = records.repeat(setting.epochs)[setting.host :: setting.hosts]
@@ -39,6 +41,22 @@ def _open_grain(setting: Setting) -> Any:
         batches = records.batch(share, drop_remainder=setting.remainder == "drop")
         batches = batches.repeat(setting.epochs)
     return _Grain(batches.to_iter_dataset(), setting)
+
+
+def _packed(setting: Setting, share: int) -> Any:
+    """First-fit packing of this host's documents, batches of rows behind it."""
+    documents = _dataset(setting).repeat(setting.epochs)[setting.host :: setting.hosts]
+    rows = grain.experimental.FirstFitPackIterDataset(
+        documents.map(_tokens).to_iter_dataset(),
+        length_struct={"tokens": setting.row_tokens},
+        num_packing_bins=share,
+        shuffle_bins=False,
+    )
+    return rows.batch(share, drop_remainder=setting.remainder != "keep")
+
+
+def _tokens(record: bytes) -> dict[str, Any]:
+    return {"tokens": np.frombuffer(record, np.uint8)}
 
 
 def _open_elastic(setting: Setting) -> Any:
@@ -85,14 +103,16 @@ class _Grain:
 
 
 def _ids(batch: Any) -> Sequence[int]:
-    return [int(each) for each in np.asarray(batch)]
+    if isinstance(batch, dict):  # packed
+        batch = batch["tokens"]
+    return [int(each) for each in np.asarray(batch).ravel()]
 
 
 GRAIN: Final = Loader(
     name="Grain",
     open=_open_grain,
     ids=_ids,
-    offers=frozenset({"carry", "keep", "drop", "workers", "hosts", "rehost", "seek"}),
+    offers=frozenset({"carry", "keep", "drop", "workers", "hosts", "rehost", "seek", "pack"}),
     packages=("grain",),
 )
 """`MapDataset` to `IterDataset`, with `mp_prefetch` for workers and slices for hosts."""
