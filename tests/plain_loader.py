@@ -40,6 +40,7 @@ class Plain:
         self.is_restored = self.is_over = False
         self.last_state = {}
         self.block = None
+        self.grown = (0, 0)  # whole epochs before the source grew, and their records
         if fault == "closed and collected at any time":
             threading.Thread(target=released.wait, daemon=True).start()
         if fault == "killed and nothing is left" and setting.workers:
@@ -70,10 +71,10 @@ class Plain:
         rows = []
         while len(rows) < setting.batch_size:
             source = pattern[sum(at) % len(pattern)]
-            length = self.length(source)
-            if at[source] == length * setting.epochs and self.fault != ENDLESS:
+            epoch, place, _ = self.placed(source, at[source])
+            if epoch == setting.epochs and self.fault != ENDLESS:
                 break
-            if rows and setting.remainder != "carry" and at[source] % length == 0:
+            if rows and setting.remainder != "carry" and place == 0:
                 if setting.remainder == "keep":
                     break
                 rows = []
@@ -104,6 +105,15 @@ class Plain:
             bins.reverse()
         return bins
 
+    def placed(self, source, ordinal):
+        """Epoch, place in it, and its length: until the border, that before the source grew."""
+        epochs, length = self.grown
+        border = epochs * length
+        if ordinal < border:
+            return *divmod(ordinal, length), length
+        epoch, place = divmod(ordinal - border, self.length(source))
+        return epochs + epoch, place, self.length(source)
+
     def length(self, source):
         if self.setting.row_tokens:
             return len(self.bins)
@@ -118,8 +128,8 @@ class Plain:
             rows = rows[setting.host * share : (setting.host + 1) * share]
         records = []
         for source, ordinal in rows:
-            epoch, place = divmod(ordinal, self.length(source))
-            records.append((source, self.order(source, epoch)[place]))
+            epoch, place, length = self.placed(source, ordinal)
+            records.append((source, self.order(source, epoch, length)[place]))
         if setting.workers == 3 and self.fault == "workers keep the order" and not self.is_restored:
             records.reverse()
         if setting.row_tokens:
@@ -137,10 +147,10 @@ class Plain:
             tokens = tokens[:100]
         return tokens.ljust(self.setting.row_tokens, b"\0")
 
-    def order(self, source, epoch):
+    def order(self, source, epoch, length):
         setting, seed = self.setting, self.setting.seed
         if not setting.shuffle:
-            order = list(range(self.length(source)))
+            order = list(range(length))
             return order[::-1] if self.fault == "stored order without the shuffle" else order
         if self.fault == "one order for all epochs":
             epoch = 0
@@ -149,7 +159,7 @@ class Plain:
         if self.fault == "hosts make the same batches" and setting.hosts == 2:
             seed += not self.is_restored
         part = 64 if self.fault == "shuffled as a whole" else 1 << 20
-        return _shuffled(self.length(source), f"{seed} {epoch} {source}", part)
+        return _shuffled(length, f"{seed} {epoch} {source}", part)
 
     def read(self, records):
         if self.fault == "records are read in batches":
@@ -192,6 +202,7 @@ class Plain:
             "shuffle": self.setting.shuffle,
             "records": [source.name for source in self.setting.sources],
             "counts": [source.count for source in self.setting.sources],
+            "weights": list(self.setting.weights),
             "version": self.setting.version,
         }
 
@@ -232,7 +243,7 @@ class Plain:
             raise TypeError("at must be a tuple")
         mine = self.identity()
         differs = {name for name, saved in state["of"].items() if saved != mine[name]}
-        differs -= {_UNSEEN.get(fault)}
+        differs -= {_UNSEEN.get(fault), *(("counts", "weights") if setting.may_change else ())}
         if differs:
             raise ValueError(f"the state is of another {', '.join(sorted(differs))}")
         self.at = list(state["at"])
@@ -240,6 +251,11 @@ class Plain:
         self.skipped_here = False
         self.resumes = state["resumes"] + 1
         self.is_restored = True
+        before = state["of"]["counts"][0]
+        if setting.may_change and before != len(setting.sources[0]):
+            self.grown = (-(-self.at[0] // before), before)
+        if fault == "appended records join the next epoch":
+            self.grown = (0, 0)
         self.misplace(state)
         if fault == "seeking reads nothing":
             setting.sources[0].fresh()
@@ -302,6 +318,7 @@ _UNSEEN = {
     "refused for other records": "records",
     "refused for more records": "counts",
     "refused for other functions": "version",
+    "refused for other weights": "weights",
 }
 """The part of the identity that a fault does not look at."""
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 from datapipe.conformance.check import Check, check
-from datapipe.conformance.loader import Records
+from datapipe.conformance.loader import Records, Setting
 from datapipe.conformance.trial import FailedError, Trial, same
 
 
-def _refused(trial: Trial, **changes: Any) -> None:
-    """Refuses a loader that takes a state of the plain setting under another one."""
+def _refused(trial: Trial, setting: Setting | None = None, **changes: Any) -> None:
+    """Refuses a loader that takes a state of a setting, by default a plain one, under another."""
+    if setting is None:
+        setting = trial.setting(24)
     for name, value in changes.items():
-        state = trial.state_after(trial.setting(24), 3)
-        other = trial.setting(24, **{name: value})
+        state = trial.state_after(setting, 3)
+        other = dataclasses.replace(setting, **{name: value})
         wanted = trial.served(other)
         with trial.opened(other) as iterator:
             before = trial.take(iterator, 1)
@@ -58,10 +61,18 @@ def refused_for_other_functions(trial: Trial) -> None:
     _refused(trial, version="2")
 
 
+@check("reweight")
+def refused_for_other_weights(trial: Trial) -> None:
+    """A state restores under other weights although nobody said that they may change."""
+    sources = (Records(24), Records(24, first=1000))
+    _refused(trial, trial.setting(sources=sources, weights=(1, 1), epochs=1), weights=(3, 1))
+
+
 CHECKS: Final[tuple[Check, ...]] = (
     refused_for_another_seed,
     refused_without_the_shuffle,
     refused_for_other_records,
     refused_for_more_records,
     refused_for_other_functions,
+    refused_for_other_weights,
 )

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from formats.errors import BadRecord
-from formats.source import Spec
+from formats.source import Spec, sealed
 
 Remainder = Literal["carry", "keep", "drop"]
 Ids = tuple[int, ...]
@@ -26,6 +26,7 @@ FEATURES: Final = {
     "reworker": "a state goes on with another number of workers",
     "rebatch": "a state goes on with another batch size",
     "reweight": "a state goes on with other weights of several sources",
+    "grow": "a state goes on with records appended to the source",
     "seek": "iterator.seek(example)",
     "skip": "iterator.skip(ranges of examples)",
     "replace": "another record in the place of a bad one",
@@ -41,16 +42,24 @@ class Records:
     random-access sources of Grain and as map-style datasets of PyTorch. Picklable, thread-safe.
 
     Args:
-      count: records.
+      count: records, in a file, so to speak.
+      appended: records in a second one.
       first: id of record 0.
       name: stands for what is in the records, in the fingerprint.
       bad: ids of records that cannot be read.
     """
 
     def __init__(
-        self, count: int, *, first: int = 0, name: str = "records", bad: Sequence[int] = ()
+        self,
+        count: int,
+        *,
+        appended: int = 0,
+        first: int = 0,
+        name: str = "records",
+        bad: Sequence[int] = (),
     ) -> None:
-        self.count = count
+        self.count = count + appended
+        self.appended = appended
         self.first = first
         self.name = name
         self.bad = frozenset(bad)
@@ -85,13 +94,12 @@ class Records:
 
     def fingerprint(self) -> dict[str, Any]:
         """A JSON value that is equal where the records are."""
-        return {
-            "format": "records",
-            "name": self.name,
-            "first": self.first,
-            "records": self.count,
-            "digest": f"{self.name} {self.first} {self.count}",
-        }
+        counts = [each for each in (self.count - self.appended, self.appended) if each]
+        files = [
+            {"name": f"{self.name}-{number}", "first": self.first, "records": each}
+            for number, each in enumerate(counts)
+        ]
+        return sealed({"format": "records", "records": self.count, "columns": [], "files": files})
 
     @property
     def spec(self) -> Spec:
@@ -112,10 +120,11 @@ class Records:
 
     def fresh(self) -> Records:
         """The same records, all of them good, and nothing read yet."""
-        return Records(self.count, first=self.first, name=self.name)
+        return _records(self.count - self.appended, self.appended, self.first, self.name, ())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _records, (self.count, self.first, self.name, tuple(self.bad))
+        given = (self.count - self.appended, self.appended, self.first, self.name, [*self.bad])
+        return _records, given
 
     @staticmethod
     def record(number: int) -> bytes:
@@ -128,8 +137,8 @@ class Records:
         return int(bytes(record).partition(b".")[0])
 
 
-def _records(count: int, first: int, name: str, bad: Sequence[int]) -> Records:
-    return Records(count, first=first, name=name, bad=bad)
+def _records(count: int, appended: int, first: int, name: str, bad: Sequence[int]) -> Records:
+    return Records(count, appended=appended, first=first, name=name, bad=bad)
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,7 @@ class Setting:
     on_bad_record: "raise", or "replace" where that is offered.
     row_tokens: 0, or each record is a document whose bytes are its tokens, and a batch has rows of
       that many, with zeros as padding.
+    may_change: whether states of other weights or of fewer records are to be taken; else refused.
     """
 
     sources: tuple[Records, ...]
@@ -167,6 +177,7 @@ class Setting:
     raw: bool = False
     on_bad_record: Literal["raise", "replace"] = "raise"
     row_tokens: int = 0
+    may_change: bool = False
 
     @property
     def source(self) -> Records:

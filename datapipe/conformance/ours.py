@@ -35,7 +35,7 @@ def _open(setting: Setting) -> Iterator:
         pipe = pipe.map(Records.number, version="1")
     pipe = pipe.map_batch(_as_it_is, version=setting.version)
     options: dict[str, Any] = {"workers": setting.workers}
-    if setting.weights:
+    if setting.may_change:
         options["on_change"] = "segment"
     if setting.hosts > 1:
         options["sharding"] = _rows_of(setting)

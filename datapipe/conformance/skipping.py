@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from typing import Any, Final
 
 from datapipe.conformance.check import Check, check
 from datapipe.conformance.loader import Ids, Records, Setting
-from datapipe.conformance.trial import FailedError, Trial, by_id, flat, on_host, same
+from datapipe.conformance.trial import FailedError, Trial, by_id, flat, on_host, once, same
 
 _SKIPPED: Final = (8, 20)  # examples
 
@@ -115,7 +116,7 @@ def skips_survive_other_weights(trial: Trial) -> None:
     batches, states = trial.states(setting)
     bad = {*batches[2], *batches[3]}
     for weights in ((3, 1), (1, 3)):
-        other = trial.setting(sources=sources, weights=weights, epochs=1)
+        other = dataclasses.replace(setting, weights=weights, may_change=True)
         with trial.opened(setting) as iterator:
             found = flat(trial.take(iterator, 1))
             iterator.skip(iterator.span(states[0], 2, 4))
@@ -134,10 +135,31 @@ def other_weights_repeat_nothing(trial: Trial) -> None:
     setting = trial.setting(sources=sources, weights=(1, 1), epochs=1)
     batches, states = trial.states(setting)
     for weights in ((3, 1), (1, 3)):
-        other = trial.setting(sources=sources, weights=weights, epochs=1)
+        other = dataclasses.replace(setting, weights=weights, may_change=True)
         found = flat([*batches[:5], *trial.served(other, state=states[5])])
         if len({*found}) != len(found) or len(found) < 40:
             raise FailedError(f"weights {weights}: {len({*found})} records in {len(found)} rows")
+
+
+@check("grow")
+def appended_records_join_the_next_epoch(trial: Trial) -> None:
+    """Shards are appended, and positions jump or repeat."""
+    setting = trial.setting(24, epochs=3)
+    grown = Records(24, appended=8)
+    batches, states = trial.states(setting)
+    for number in (2, 8):
+        other = trial.setting(sources=(grown,), epochs=3, may_change=True)
+        found = flat([*batches[:number], *trial.served(other, state=states[number])])
+        end = 24 * (1 + number // 6)
+        same(found[:end], flat(batches)[:end], f"grown at batch {number}, until the epoch ends")
+        while len(found) >= end + len(grown):
+            where = f"grown at batch {number}, an epoch behind it"
+            once(found[end : end + len(grown)], grown.ids, where)
+            end += len(grown)
+        if len(found) - end >= setting.batch_size:
+            raise FailedError(f"grown at batch {number}: an epoch of {len(found) - end} records")
+        if end < 24 + len(grown):
+            raise FailedError(f"grown at batch {number}: no epoch has the new records")
 
 
 CHECKS: Final[tuple[Check, ...]] = (
@@ -148,5 +170,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     skips_of_a_ledger_on_an_older_state,
     skips_survive_another_batch_size,
     other_weights_repeat_nothing,
+    appended_records_join_the_next_epoch,
     skips_survive_other_weights,
 )
