@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from datapipe.permute import LIMIT
-from datapipe.skips import Skips
+from datapipe.skips import LeftOut, Skips
 from datapipe.streams import Stream
 
 
@@ -33,7 +33,8 @@ class Borders:
 
     Args:
       stream: the source.
-      skips: its ordinals that are not served.
+      skips: ordinals of it. Only epochs that they lie in, and later ones up to the next, differ.
+      left: which of its ordinals are left out for them.
       batch_size: examples of a batch.
       short: whether an epoch ends with a short batch; else what is left over is not served.
       epochs: how many there are; None: without end.
@@ -41,6 +42,7 @@ class Borders:
 
     stream: Stream
     skips: Skips
+    left: LeftOut
     batch_size: int
     short: bool
     epochs: int | None
@@ -63,7 +65,7 @@ class Borders:
 
     def rank(self, epoch: int) -> int:
         """Of the first example of an epoch, or the next one that is not skipped."""
-        return self.skips.rank(min(self.stream.first_of(epoch), LIMIT))
+        return self.left.rank(min(self.stream.first_of(epoch), LIMIT))
 
     @property
     def last_epoch(self) -> int:

@@ -169,7 +169,7 @@ class Iterator(grain.DatasetIterator[Any]):
 
         Batches close up: the next batch is the next `batch_size` examples that are left. What was
         delivered before stays delivered; with more than one epoch the same *records* come back in
-        the next epoch, as other examples.
+        the next epoch, as other examples, unless the pipeline has `skip_records=True`.
         """
         self._refuse_closed()
         self._plan = self._plan.skipping(ranges)

@@ -68,6 +68,8 @@ class Pipeline:
         of several sources. Examples are rows then, of `tokens`, `segment_ids` and `positions`.
       weights: of several sources, by name, of any scale; by default as many as each has records.
         Every block of at most 4,096 examples has exactly the same number of each.
+      skip_records: whether the record of a skipped example stays away in all later epochs, too;
+        by default it comes back in the next one.
       on_bad_record: what becomes of a record that cannot be read, or for which a `.map` raises
         before any `.random_map`. "raise": an error that names it. "replace": another record of its
         source takes its place, in all epochs, of which the log tells once; the state remembers it,
@@ -94,6 +96,7 @@ class Pipeline:
     filter: InitVar[Filter | Mapping[str, Filter] | None] = None
     pack: InitVar[Packing | Mapping[str, Packing] | None] = None
     weights: Mapping[str, float] | None = None
+    skip_records: bool = False
     on_bad_record: OnBadRecord = "raise"
     bad_record_limit: int = Tolerance.limit
     transforms: tuple[Transform, ...] = ()
@@ -126,6 +129,11 @@ class Pipeline:
             raise Misuse(
                 "pack: Concatenate is for all sources or none, since it follows the shuffle: give "
                 f"it for each of {', '.join(views)}"
+            )
+        if self.skip_records and True in ordered:
+            raise Misuse(
+                "skip_records with Concatenate: a row of another epoch is of other documents; take "
+                "Pack, or do without"
             )
         several = isinstance(self.source, Mapping)
         object.__setattr__(self, "source", views if several else views[_SINGLE])
@@ -191,7 +199,7 @@ class Pipeline:
             cuts = map(blocks_of, self.sources.values())
             blocks = tuple(Blocks(bounds, self._window) for bounds in cuts)
         order = Examples((segment,), self.seed, shuffle, self.epochs, blocks)
-        return Plan(order, self.batch_size, self.remainder)
+        return Plan(order, self.batch_size, self.remainder, skip_records=self.skip_records)
 
     @property
     def _order(self) -> Shuffle:
@@ -207,7 +215,7 @@ class Pipeline:
     def identity(self) -> JSON:
         """What saved positions belong to; asks the sources for their fingerprints, once."""
         labels = [transform.label for transform in self.transforms]
-        return identity(self.plan.order, self._fingerprints, labels)
+        return identity(self.plan, self._fingerprints, labels)
 
     @cached_property
     def _fingerprints(self) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 A *skip* is an example that no batch may hold. It is remembered as ordinals of its source, so that
 it stays in force for the same examples when weights or batch size change; written down, ordinal k
-of source s is the *address* s * 2^62 + k. With `rank` of an example = how many before it are not
-skipped, a batch is the next `batch_size` ranks. What becomes of the end of an epoch says
+of source s is the *address* s * 2^62 + k. With `skip_records` its item stays away in all later
+epochs, too (`datapipe.lasting`). With `rank` of an example = how many before it are not left out, a
+batch is the next `batch_size` ranks. What becomes of the end of an epoch says
 `remainder`:
 
     "carry"   batches run on into the next epoch; a short one at the very end is left out
@@ -16,9 +17,8 @@ the batch size.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 
 from datapipe.borders import Borders
 from datapipe.examples import Examples, Located
+from datapipe.lasting import lasting
 from datapipe.numbers import integer
 from datapipe.permute import LIMIT
-from datapipe.skips import Skips
+from datapipe.ranks import Ranks
+from datapipe.skips import LeftOut, Skips
 from datapipe.streams import Shuffle
 from formats.errors import Misuse
 
@@ -37,7 +39,6 @@ VERSION: Final = 1  # of the order of records: saved in states
 
 Remainder = Literal["carry", "keep", "drop"]
 _REMAINDERS: Final = ("carry", "keep", "drop")
-_SPARSE: Final = 4  # examples looked at for each one that is served
 
 
 class BatchPlan(NamedTuple):
@@ -59,6 +60,7 @@ class Plan:
       batch_size: examples per batch, over all processes.
       remainder: what becomes of the end of an epoch. "keep" and "drop" are for one source.
       skips: by source, the ordinals that are not served.
+      skip_records: their items are not served in later epochs, either.
 
     Raises:
       Misuse: an argument is out of range.
@@ -68,6 +70,7 @@ class Plan:
     batch_size: int
     remainder: Remainder = "carry"
     skips: tuple[Skips, ...] = ()
+    skip_records: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def of(
@@ -99,6 +102,7 @@ class Plan:
             raise Misuse(f"skips of {len(self.skips)} sources, here are {sources}")
         missing = (Skips(),) * (sources - len(self.skips))
         object.__setattr__(self, "skips", (*self.skips, *missing))
+        self._left  # noqa: B018  (refuses what is too much)
 
     # -- the whole plan ------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Plan:
 
     def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
         """The examples of each of the next batches, in order; fewer batches at the end."""
-        return [self._between(*ranks) for ranks in self._bounds(next_example, 0, batches)]
+        return [self._ranks.between(*ranks) for ranks in self._bounds(next_example, 0, batches)]
 
     def advance(self, next_example: int, batches: int = 1) -> int:
         """The position after that many batches: one past the last example they hold.
@@ -170,7 +174,7 @@ class Plan:
             return next_example
         last = min(batches, left) - 1
         ((_, stop),) = self._bounds(next_example, last, last + 1)
-        return self._at(stop - 1) + 1
+        return self._ranks.at(stop - 1) + 1
 
     def locate(self, examples: NDArray[np.int64]) -> Located:
         """Source, epoch and item of each example; same shape."""
@@ -186,7 +190,7 @@ class Plan:
     def rows(self, batches: int | range) -> Located:
         """Source, epoch and item of each row of these batches."""
         first, stop = _batch_range(batches)
-        rows = [self._between(*ranks) for ranks in self._bounds(0, first, stop)]
+        rows = [self._ranks.between(*ranks) for ranks in self._bounds(0, first, stop)]
         return self.locate(np.concatenate([np.zeros(0, np.int64), *rows]))
 
     def span(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
@@ -198,7 +202,7 @@ class Plan:
         integer("stop", stop, first, LIMIT)
         found: list[tuple[int, int]] = []
         for start_rank, stop_rank in self._stretches(next_example, first, stop):
-            found += self._cut(start_rank, stop_rank)
+            found += self._ranks.cut(start_rank, stop_rank)
         return found
 
     def addresses(self, examples: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -218,8 +222,8 @@ class Plan:
         integer("count", count, 0, LIMIT)
         found: list[BatchPlan] = []
         for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
-            located = self.locate(self._between(*ranks))
-            found.append(BatchPlan(index, tuple(self._cut(*ranks)), *located))
+            located = self.locate(self._ranks.between(*ranks))
+            found.append(BatchPlan(index, tuple(self._ranks.cut(*ranks)), *located))
         return tuple(found)
 
     # -- backwards -----------------------------------------------------------------------------
@@ -249,77 +253,28 @@ class Plan:
         within = range(max(0, epochs.start), min(last, epochs.stop), epochs.step)
         for ordinal in stream.ordinals(item, within):
             example = self.order.example(source, ordinal)
-            if example is None or example >= self.end or self.skips[source].holds(ordinal):
+            if example is None or example >= self.end:
+                continue
+            if self._left[source].mask(np.array([ordinal], np.int64))[0]:
                 continue
             batch = self._batch_of(example)
             if batch is not None:
                 found.add(batch)
         return tuple(sorted(found))
 
-    # -- ranks ---------------------------------------------------------------------------------
-
-    def _rank(self, example: int) -> int:
-        """How many examples before this one are not skipped."""
-        ordinals = self.order.ordinals(example)
-        return sum(skips.rank(ordinal) for skips, ordinal in zip(self.skips, ordinals, strict=True))
-
-    def _at(self, rank: int) -> int:
-        """The example of a rank."""
-        if self._is_single:
-            return int(self.skips[0].at(np.array([rank], np.int64))[0])
-        # The first example of which more than `rank` up to and with it are served.
-        low, high = rank, rank + sum(b - a for skips in self.skips for a, b in skips.ranges)
-        while low < high:
-            middle = (low + high) // 2
-            if self._rank(middle + 1) > rank:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def _between(self, first_rank: int, stop_rank: int) -> NDArray[np.int64]:
-        """The examples of these ranks, ascending."""
-        if self._is_single:
-            return self.skips[0].at(np.arange(first_rank, stop_rank, dtype=np.int64))
-        ranges = self._cut(first_rank, stop_rank)
-        rows = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
-        return np.concatenate([np.zeros(0, np.int64), *rows])
-
-    def _cut(self, first_rank: int, stop_rank: int) -> list[tuple[int, int]]:
-        """The examples of these ranks as ranges: the skips are the gaps."""
-        if first_rank == stop_rank:
-            return []
-        start, stop = self._at(first_rank), self._at(stop_rank - 1) + 1
-        if self._is_single:
-            gaps = self.skips[0].between(start, stop)
-            edges = [start, *itertools.chain.from_iterable(gaps), stop]
-            return list(zip(edges[::2], edges[1::2], strict=True))
-        count = stop_rank - first_rank
-        if stop - start == count:
-            return [(start, stop)]
-        if stop - start > _SPARSE * count + 1024:  # too far apart to look at each one
-            half = (first_rank + stop_rank) // 2
-            if half > first_rank:
-                return [*self._cut(first_rank, half), *self._cut(half, stop_rank)]
-        return self._looked_at(start, stop)
-
-    def _looked_at(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What is served of [start, stop), as ranges."""
-        examples = np.arange(start, stop, dtype=np.int64)
-        sources, ordinals = self.order.draw(examples)
-        left_out = np.empty(examples.shape, bool)
-        for source, skips in enumerate(self.skips):
-            there = sources == source
-            left_out[there] = skips.mask(ordinals[there])
-        served = np.concatenate([[False], ~left_out, [False]])
-        edges = start + np.flatnonzero(served[1:] != served[:-1])
-        return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-
     # -- batches as ranks ------------------------------------------------------------------------
 
-    @property
-    def _is_single(self) -> bool:
-        return self.order.source_count == 1
+    @cached_property
+    def _left(self) -> tuple[LeftOut, ...]:
+        """By source."""
+        if not self.skip_records:
+            return self.skips
+        pairs = zip(self.order.streams, self.skips, strict=True)
+        return tuple(lasting(stream, skips) if skips.ranges else skips for stream, skips in pairs)
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.order, self._left)
 
     @cached_property
     def _borders(self) -> Borders | None:
@@ -327,13 +282,13 @@ class Plan:
         if self.remainder == "carry":
             return None
         short = self.remainder == "keep"
-        (stream,), (skips,) = self.order.streams, self.skips
-        return Borders(stream, skips, self.batch_size, short, self.order.epochs)
+        (stream,), (skips,), (left,) = self.order.streams, self.skips, self._left
+        return Borders(stream, skips, left, self.batch_size, short, self.order.epochs)
 
     def _batches_after(self, next_example: int) -> int:
         integer("an example", next_example, 0, self.end)
         if self._borders is None:
-            return (self._rank(self.end) - self._rank(next_example)) // self.batch_size
+            return (self._ranks.rank(self.end) - self._ranks.rank(next_example)) // self.batch_size
         if next_example == self.end:
             return 0
         epoch, rest = self._rest(self._borders, next_example)
@@ -343,7 +298,7 @@ class Plan:
         """The ranks of batches first..stop-1 after a position, cut at the end of the plan."""
         left = self._batches_after(next_example)
         first, stop = min(first, left), min(stop, left)
-        base, size = self._rank(next_example), self.batch_size
+        base, size = self._ranks.rank(next_example), self.batch_size
         if self._borders is None:
             return [(base + i * size, base + (i + 1) * size) for i in range(first, stop)]
         return [self._bound(self._borders, next_example, base, i) for i in range(first, stop)]
@@ -353,7 +308,7 @@ class Plan:
         if self._borders is not None:
             return _united(self._bounds(next_example, first, stop))
         left = self._batches_after(next_example)
-        base, size = self._rank(next_example), self.batch_size
+        base, size = self._ranks.rank(next_example), self.batch_size
         return [(base + min(first, left) * size, base + min(stop, left) * size)]
 
     def _bound(self, borders: Borders, next_example: int, base: int, batch: int) -> tuple[int, int]:
@@ -370,11 +325,11 @@ class Plan:
     def _rest(self, borders: Borders, next_example: int) -> tuple[int, int]:
         """The epoch behind that of a position, and the batches that are left before it."""
         epoch = borders.stream.epoch_of(next_example) + 1
-        return epoch, borders.batches(borders.rank(epoch) - self._rank(next_example))
+        return epoch, borders.batches(borders.rank(epoch) - self._ranks.rank(next_example))
 
     def _batch_of(self, example: int) -> int | None:
         """The batch that holds an example which is not skipped; None: it is left over."""
-        rank, borders = self._rank(example), self._borders
+        rank, borders = self._ranks.rank(example), self._borders
         if borders is None:
             batch = rank // self.batch_size
             return batch if batch < self._batches_after(0) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,32 @@ from datapipe.permute import LIMIT
 from formats.errors import Misuse
 
 
+class LeftOut(Protocol):
+    """A set of the numbers from 0 on, and arithmetic on what is left. A number is below 2^62."""
+
+    def rank(self, number: int) -> int:
+        """How many numbers in [0, number) are left."""
+        ...
+
+    def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers that have these ranks: the inverse of `rank`; int64, same shape."""
+        ...
+
+    def mask(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For each, whether it is left out; same shape."""
+        ...
+
+    def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """What is left out of [start, stop), of which neither end is, as ranges, ascending.
+
+        They are disjoint and not adjacent.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Skips:
-    """A set of numbers as sorted, disjoint, non-adjacent half-open ranges.
+    """A set of numbers as sorted, disjoint, non-adjacent half-open ranges; `LeftOut`.
 
     Build it with `Skips.of`, which takes ranges in any order and unites them.
     """
@@ -48,7 +72,7 @@ class Skips:
         return Skips.of([*self.ranges, *ranges])
 
     def rank(self, number: int) -> int:
-        """How many numbers in [0, number) are left."""
+        """See `LeftOut.rank`."""
         index = int(np.searchsorted(self._starts, number, side="right"))
         if index == 0:
             return number
@@ -56,21 +80,17 @@ class Skips:
         return number - int(self._before[index - 1]) - (min(stop, number) - start)
 
     def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers that have these ranks: the inverse of `rank`; int64, same shape."""
+        """See `LeftOut.at`."""
         index = np.searchsorted(self._start_ranks, ranks, side="right")
         return ranks + self._before[index]
 
-    def holds(self, number: int) -> bool:
-        """Is this one left out?"""
-        return bool(self.mask(np.array([number], np.int64))[0])
-
     def mask(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """For each, whether it is left out; same shape."""
+        """See `LeftOut.mask`."""
         index = np.searchsorted(self._starts, numbers, side="right")
         return numbers < self._stops_from_nothing[index]
 
     def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """The ranges that start in [start, stop)."""
+        """See `LeftOut.between`."""
         first, last = np.searchsorted(self._starts, [start, stop], side="left")
         return self.ranges[first:last]
 

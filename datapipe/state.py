@@ -16,10 +16,11 @@ and workers and for any batch size. `plan`, `sources`, `transforms` and the last
 *identity*: a state is refused where they differ, unless a segment may open that leads from one to
 the other (see `datapipe.segments`). How long the run goes on (`epochs`, `remainder`) is no part of
 it. Where blocks are shuffled (`datapipe.blocks`), `plan` tells of their windows, and each source by
-a digest how it is cut. Skips are addresses (see `datapipe.plan`). The sources stand in the order of
-their numbers: a new one comes behind those that are there. Others stand in for the records in
-`replaced`, given by their ids (see `datapipe.substitutes`), also where they can be read by now; a
-state of format 2, which is read as well, has none.
+a digest how it is cut. Skips are addresses (see `datapipe.plan`); `plan` has `"skips": "records"`
+where their records do not come back in later epochs. The sources stand in the order of their
+numbers: a new one comes behind those that are there. Others stand in for the records in `replaced`,
+given by their ids (see `datapipe.substitutes`), also where they can be read by now; a state of
+format 2, which is read as well, has none.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -32,10 +33,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from datapipe import blocks, permute, plan
+from datapipe import blocks, permute
 from datapipe.examples import Examples, Segment
 from datapipe.mixing import BLOCK
 from datapipe.permute import LIMIT
+from datapipe.plan import VERSION, Plan
 from datapipe.substitutes import Replaced
 from formats.errors import Damaged, Misuse, Unsupported
 
@@ -113,24 +115,26 @@ class State:
 
 
 def identity(
-    order: Examples, fingerprints: Mapping[str, Mapping[str, object]], transforms: Sequence[str]
+    plan: Plan, fingerprints: Mapping[str, Mapping[str, object]], transforms: Sequence[str]
 ) -> JSON:
     """What a position is a position in.
 
     Args:
-      order: of the examples; for how many epochs is no part of the identity.
+      plan: batch size and number of epochs are no part of the identity.
       fingerprints: of the sources, by name, in the order of their numbers; kept as a digest, with
         their short fields for messages.
       transforms: kind and version of each, in order.
     """
+    order = plan.order
     return {
         "segments": segments_in(order.segments),
         "plan": {
-            "version": plan.VERSION,
+            "version": VERSION,
             "permutation": permute.VERSION,
             "seed": order.seed,
             "shuffle": order.shuffle,
             **_windows(order),
+            **({"skips": "records"} if plan.skip_records else {}),
         },
         "sources": [
             [name, {**condensed(found), **_cuts(order, number)}]

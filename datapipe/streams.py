@@ -100,14 +100,30 @@ class Stream:
 
     def place(self, ordinals: NDArray[np.int64]) -> Placed:
         """Epoch and item of each ordinal; same shape."""
-        epochs, positions = self._positions(ordinals)
+        epochs, positions = self.positions(ordinals)
         items = positions
         if self.shuffle != "none":
             items = np.empty_like(positions)
             for epoch in np.unique(epochs).tolist():
                 there = epochs == epoch
-                items[there] = self._order(epoch)(positions[there])
+                items[there] = self.order_of(epoch)(positions[there])
         return Placed(epochs, items)
+
+    def positions(self, ordinals: NDArray[np.int64]) -> Placed:
+        """Epoch of each ordinal, and its place in it (as `items`: that of the stored order)."""
+        if len(self.stretches) == 1:
+            return Placed(*np.divmod(ordinals, self.stretches[0].items))
+        firsts, epochs, items = np.array(
+            [(s.first, s.epoch, s.items) for s in self.stretches], np.int64
+        ).T
+        at = np.searchsorted(firsts, ordinals, side="right") - 1
+        done, positions = np.divmod(ordinals - firsts[at], items[at])
+        return Placed(epochs[at] + done, positions)
+
+    def order_of(self, epoch: int) -> Order:
+        """Of the items of an epoch."""
+        items = self._of_epoch(epoch).items
+        return Orders(self.shuffle, items, self.seed, self.number, self.blocks)(epoch)
 
     def ordinals(self, item: int, epochs: range) -> Iterator[int]:
         """The ordinals that are this item, in these epochs, in their order."""
@@ -116,7 +132,7 @@ class Stream:
             if item < at.items:
                 position = item
                 if self.shuffle != "none":
-                    position = int(self._order(epoch).inverse(np.array([item]))[0])
+                    position = int(self.order_of(epoch).inverse(np.array([item]))[0])
                 yield at.first + (epoch - at.epoch) * at.items + position
 
     def first_of(self, epoch: int) -> int:
@@ -128,20 +144,6 @@ class Stream:
         """The epoch that an ordinal belongs to."""
         at = self._stretch(ordinal)
         return at.epoch + (ordinal - at.first) // at.items
-
-    def _positions(self, ordinals: NDArray[np.int64]) -> Placed:
-        if len(self.stretches) == 1:
-            return Placed(*np.divmod(ordinals, self.stretches[0].items))
-        firsts, epochs, items = np.array(
-            [(s.first, s.epoch, s.items) for s in self.stretches], np.int64
-        ).T
-        at = np.searchsorted(firsts, ordinals, side="right") - 1
-        done, positions = np.divmod(ordinals - firsts[at], items[at])
-        return Placed(epochs[at] + done, positions)
-
-    def _order(self, epoch: int) -> Order:
-        items = self._of_epoch(epoch).items
-        return Orders(self.shuffle, items, self.seed, self.number, self.blocks)(epoch)
 
     def _stretch(self, ordinal: int) -> Stretch:
         return next(s for s in reversed(self.stretches) if s.first <= ordinal)

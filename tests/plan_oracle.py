@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from datapipe.blocks import BlockOrder
 from datapipe.examples import Examples, Segment
 from datapipe.permute import LIMIT, Permutation
 from datapipe.plan import Plan
@@ -30,6 +31,7 @@ class Oracle:
         self._served: dict[int, int] = {}  # by source: ordinals so far
         self._epoch: dict[int, list[int]] = {}  # what is left of its epoch
         self._number: dict[int, int] = {}  # of its epoch, from 0 on
+        self._gone: set[tuple[int, int]] = set()  # source and item: not to come back
         self.rows: list[tuple[int, int, int]] = []  # source, epoch, item
         self.skipped: list[bool] = []
         self.ended = False
@@ -53,6 +55,10 @@ class Oracle:
                 self.ended = True
                 return False
             every = np.arange(items)
+            if order.shuffle == "blocks":
+                every = BlockOrder(order.blocks[source].of(items), order.seed, number, source)(
+                    every
+                )
             if order.shuffle == "global":
                 shuffle = Permutation(items, seed=order.seed, epoch=number, stream=source)
                 every = shuffle(every)
@@ -61,7 +67,11 @@ class Oracle:
         self._served[source] = ordinal + 1
         self.rows.append((source, self._number[source], self._epoch[source].pop(0)))
         ranges = self.plan.skips[source].ranges
-        self.skipped.append(any(a <= ordinal < b for a, b in ranges))
+        skipped = any(a <= ordinal < b for a, b in ranges)
+        item = (source, self.rows[-1][2])
+        if skipped and self.plan.skip_records:
+            self._gone.add(item)
+        self.skipped.append(skipped or item in self._gone)
         return True
 
     @property

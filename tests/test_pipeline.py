@@ -16,7 +16,7 @@ from memory_source import Columns, Records, number
 
 import datapipe
 from datapipe import BadRecord, Damaged, Mismatch, Misuse, NotFound, Pipeline, Unsupported
-from datapipe.examples import Examples
+from datapipe.plan import Plan
 from datapipe.state import State, identity, mismatch
 from datapipe.substitutes import Replaced
 
@@ -288,8 +288,7 @@ def test_a_state_is_a_copy():
 
 
 def good():
-    order = Examples.of(20, seed=1)
-    known = identity(order, {"source": {"a": 1}}, ["map 1"])
+    known = identity(Plan.of(20, 4, seed=1), {"source": {"a": 1}}, ["map 1"])
     return State(8, ((9, 12), (15, 16)), Replaced.of([(0, 5), (0, 17)]), known).to_json()
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_oracle import Oracle
 
+from datapipe.blocks import Blocks
 from datapipe.examples import Examples, Segment
 from datapipe.permute import LIMIT
 from datapipe.plan import Plan
@@ -31,11 +32,17 @@ def orders(draw, sources=None):
         items = [each + draw(st.integers(0, 5)) for each in items]
         if sources is None and draw(st.booleans()):
             items.append(draw(st.integers(1, 9)))
+    shuffle = draw(st.sampled_from(["global", "none", "blocks"]))
+    blocks = ()
+    if shuffle == "blocks":
+        size = draw(st.integers(1, 6))
+        blocks = tuple(Blocks([*range(0, n, size), n], 2) for n in segments[-1].items)
     return Examples(
         tuple(segments),
         seed=draw(st.integers(0, 3)),
-        shuffle=draw(st.sampled_from(["global", "none"])),
+        shuffle=shuffle,
         epochs=draw(st.none() | st.integers(1, 4)),
+        blocks=blocks,
     )
 
 
@@ -56,7 +63,8 @@ def plans(draw):
     remainder = draw(st.sampled_from(["carry", "keep", "drop"])) if single else "carry"
     if order.source_count > 1:
         remainder = "carry"
-    plan = Plan(order, draw(st.integers(1, 26)), remainder, tuple(skips))
+    size, lasting = draw(st.integers(1, 26)), draw(st.booleans())
+    plan = Plan(order, size, remainder, tuple(skips), skip_records=lasting)
     return plan, Oracle(plan, HORIZON)
 
 
@@ -186,13 +194,17 @@ def test_what_was_skipped_stays_so_with_other_batches_and_weights(case, other, d
         plan.order.seed,
         plan.order.shuffle,
         plan.order.epochs,
+        plan.order.blocks,
     )
-    changed = Plan(order, other, plan.remainder, skipped.skips)
+    changed = Plan(order, other, plan.remainder, skipped.skips, skip_records=plan.skip_records)
     again = Oracle(changed, HORIZON)
     batches = again.batches(0)
     assert [each.tolist() for each in changed.examples(0, len(batches))] == batches
     served = {again.rows[e] for batch in batches for e in batch}
     assert not served & bad
+    if plan.skip_records:
+        since = {(source, item): epoch for source, epoch, item in sorted(bad, reverse=True)}
+        assert all(epoch < since.get((s, item), epoch + 1) for s, epoch, item in served)
 
 
 @given(plans())
@@ -243,7 +255,6 @@ def test_skips_are_a_set(pairs):
     assert skips.at(np.arange(len(kept))).tolist() == kept
     for example in range(90):
         assert skips.rank(example) == sum(e < example for e in kept)
-        assert skips.holds(example) == (example in held)
     assert skips.mask(np.arange(90)).tolist() == [example in held for example in range(90)]
     assert Skips.of(reversed(ranges)) == skips
     assert skips.union([(5, 7)]) == Skips.of([*ranges, (5, 7)])
