@@ -284,3 +284,36 @@ def test_across_a_fork_the_command_and_the_manager_skip_the_same(tmp_path):
         assert data.plan.skipped == [(4, 24)]
     assert planned.skips == {"data": [(4, 24)]}
     assert planned.new_skips == {"data": [(4, 12), (16, 24)]}
+
+
+def test_records_that_do_not_come_back_are_counted_by_the_command_too(tmp_path):
+    """In the second epoch it depends on the order where a batch ends."""
+    root = tmp_path / "run"
+    pipeline = Pipeline(Columns(21), batch_size=4, seed=3, skip_records=True)
+    manager = ckpt.CheckpointManager(root, arena=tmp_path / "arena")
+    with manager, pipeline.iterator() as data:
+        manager.resume(data=data)
+        for step in range(1, 4):
+            next(data)
+            manager.save(step, {"step": step}, data=data)
+        manager.rewind(1, skip_steps=range(2, 4), data=data)
+        for step in range(2, 12):
+            next(data)
+            manager.save(step, {"step": step}, data=data).wait()
+        planned = rewinding.plan(str(root), 6, reason="twice", skip_steps=range(7, 10))
+        manager.rewind(6, skip_steps=range(7, 10), data=data)
+        assert planned.skips == {"data": data.plan.skipped}
+        assert data.plan.skipped[0] == (4, 12)
+
+
+def test_the_command_leaves_to_the_trainer_what_blocks_decide(tmp_path):
+    root = tmp_path / "run"
+    pipeline = Pipeline(Columns(21), batch_size=4, seed=3, skip_records=True, shuffle="blocks")
+    manager = ckpt.CheckpointManager(root, arena=tmp_path / "arena")
+    with manager, pipeline.iterator() as data:
+        manager.resume(data=data)
+        for step in range(1, 4):
+            next(data)
+            manager.save(step, {"step": step}, data=data).wait()
+        with pytest.raises(ckpt.Misuse, match="where skipped records stand in later epochs"):
+            rewinding.plan(str(root), 1, reason="x", skip_steps=range(2, 3))

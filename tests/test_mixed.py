@@ -174,7 +174,7 @@ def test_a_bad_record_of_the_second_source_is_named_and_can_be_skipped():
     with pipe.iterator() as iterator:
         with pytest.raises(BadRecord, match="shaky-shard") as caught:
             next(iterator)
-        example = int(str(caught.value).split("It is example ")[1].split(",")[0])
+        example = int(str(caught.value).split("in example ")[1].split(",")[0])
         assert pipe.plan.locate(np.array([example])).items.tolist() == [caught.value.index]
         iterator.skip([(LIMIT, LIMIT + 20)])  # all of b, for its first epoch
         assert set(pipe.plan.unskipped().rows(0).sources.tolist()) == {0, 1}

@@ -33,11 +33,12 @@ from ckpt.skipped import commit_of, course_of
 from ckpt.spans import Counted
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
+from datapipe import permute
 from datapipe.examples import Examples
-from datapipe.plan import Plan
+from datapipe.plan import VERSION, Plan
 from datapipe.segments import toward
 from datapipe.state import State, segments_of
-from formats.errors import DataError
+from formats.errors import DataError, Unsupported
 from tools.places import run_at
 
 Json = Any
@@ -227,10 +228,27 @@ class _Saved:
 
     def _plan(self, state: Json, skips: Sequence[tuple[int, int]], size: int) -> tuple[Plan, int]:
         saved = State.from_json(state)
-        # Which record stands where is not asked, so any seed will do.
-        order = Examples(segments_of(saved.identity["segments"]), seed=0)
-        plan = Plan(order, size)
+        plan = _counting(saved, size)
         return plan.skipping([*saved.skips, *plan.present(skips)]), saved.next_example
+
+
+def _counting(saved: State, size: int) -> Plan:
+    """A plan whose batches hold the examples that those of the run hold.
+
+    Raises: Unsupported where nobody but the pipeline can tell.
+    """
+    segments, told = segments_of(saved.identity["segments"]), saved.identity["plan"]
+    if "skips" not in told:
+        # Which record stands where is not asked, so any seed will do.
+        return Plan(Examples(segments, seed=0), size)
+    known = {"version": VERSION, "permutation": permute.VERSION, "skips": "records"}
+    if told.get("shuffle") == "blocks" or known.items() - told.items():
+        raise Unsupported(
+            "where skipped records stand in later epochs is not told by the state alone with "
+            "shuffle='blocks', or if another release wrote it"
+        )
+    order = Examples(segments, told.get("seed", -1), told.get("shuffle", ""))
+    return Plan(order, size, skip_records=True)
 
 
 def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:
@@ -244,7 +262,7 @@ def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:
             f"batches of the run; {cure}"
         )
     try:
-        State.from_json(entry["state"])
+        _counting(State.from_json(entry["state"]), 1)
     except DataError as error:
         raise Misuse(
             f"{where}: the state of iterator {name!r} does not tell which examples a batch holds "
