@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 import random
+import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from datapipe.conformance import FEATURES, Loader, Records
 from formats.errors import BadRecord
 
 SOURCE_BITS = 62
+LOUD = "writes more than a pipe holds"
 HANGING, DYING, ENDLESS = "hangs in close", "takes the process with it", "serves without end"
 EXTRA_FAULTS = {
     "one order for all epochs": "shuffled as a whole",
@@ -189,6 +191,8 @@ class Plain:
     def close(self):
         if self.fault == HANGING:
             released.wait()
+        if self.fault == LOUD:
+            print("x" * 1_000_000, file=sys.stderr)
         if self.fault == DYING:
             os._exit(3)
         if self.block is not None:

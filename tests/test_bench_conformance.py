@@ -41,7 +41,7 @@ def test_ours_failing_is_an_error(monkeypatch):
     assert {"grain", "lastgood"} <= found["versions"].keys()
     (result,) = found["loaders"][0]["results"]
     assert result["status"] == "failed"
-    assert "goes on under another seed without complaint" in result["detail"]
+    assert "taken without complaint" in result["detail"]
 
 
 def test_an_unknown_check_is_refused():

@@ -12,6 +12,7 @@ import plain_loader
 import pytest
 
 from datapipe import conformance
+from datapipe.conformance.children import NoAnswerError, ask
 
 HERE = Path(__file__).parent
 BY_NAME = {check.name: check for check in conformance.checks}
@@ -50,6 +51,18 @@ def test_the_next_check_runs_in_a_new_process(fault, said):
     for result in report.results:
         assert result.status == "failed"
         assert said in result.detail
+
+
+def test_a_loader_may_write_as_much_as_it_likes():
+    report = conformance.run(
+        plain_loader.loader(plain_loader.LOUD), checks=[BY_NAME["state is json"]], limit_s=20
+    )
+    assert report.is_conformant, report
+
+
+def test_a_failing_child_says_why():
+    with pytest.raises(NoAnswerError, match="the process ended: ZeroDivisionError"):
+        ask(divmod, 1, 0)
 
 
 def test_a_check_of_ones_own_is_refused_by_run():

@@ -27,7 +27,7 @@ def _refused(trial: Trial, setting: Setting | None = None, **changes: Any) -> No
                 same(rest, wanted, f"going on after a state was refused for its {name}")
                 continue
             taken = trial.take(iterator, 1)
-        raise FailedError(f"a state goes on under another {name} without complaint, with {taken}")
+        raise FailedError(f"it is taken without complaint, and {taken} is served")
 
 
 @check()

@@ -15,12 +15,14 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 _PROGRAM: Final = "from datapipe.conformance.children import serve; serve()"
 ANSWER_S: Final = 100.0
+_GRACE_S: Final = 3.0
 
 
 class Tell(Protocol):
@@ -38,6 +40,7 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         task = pickle.dumps((function, args))
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
         self._read, write = os.pipe()
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         try:
@@ -45,13 +48,14 @@ class Child:
                 [sys.executable, "-c", _PROGRAM, str(write)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=self._stderr,
                 pass_fds=[write],
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
         except BaseException:
             os.close(self._read)
+            self._stderr.close()
             raise
         finally:
             os.close(write)
@@ -79,24 +83,31 @@ class Child:
         return json.loads(line)
 
     def _last_words(self) -> str:
-        self.process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # whoever else holds its stderr
-        assert self.process.stderr is not None
-        lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE_S)
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit status {self.process.returncode}"
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends it and all that it started, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """Ends it and all that it started."""
+        self._end()
         os.close(self._read)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._stderr.close()
+
+    def _end(self) -> None:
+        """The tracker of multiprocessing ignores the first signal, and cleans up after the rest."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + _GRACE_S
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            while (self.process.poll() is None or any(group(self.process.pid))) and (
+                time.monotonic() < deadline
+            ):
+                time.sleep(0.01)
 
 
 def ask(function: Callable[..., Any], *args: Any) -> Any:
