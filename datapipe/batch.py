@@ -117,7 +117,7 @@ def _mapped(
         bad: list[int] = []
         with cost.of("functions"):
             for row, goal in enumerate(left.tolist()):
-                raw = _record(reads[numbers[row]].raw, at[row])
+                raw = _record(reads[numbers[row]], at[row])
                 try:
                     examples[goal] = _example(recipe.seed, transforms, rows, row, raw)
                 except _Failed as failed:
@@ -164,17 +164,16 @@ def _record(raw: Batch, place: int) -> Any:
 
 
 def _taken(sources: Sequence[Source], done: Readable) -> Any:
-    """The batch where no function of examples makes it; fresh arrays."""
-    at = places(sources, done)
+    """The batch where no function of examples makes it: what was read is its own."""
     if len(sources) == 1:
-        return _take(done.reads[0].raw, at)
-    return _take_mixed(done.reads, done.rows.sources, at)
+        return _arrays(done.reads[0])
+    return _mixed(done.reads, done.rows.sources)
 
 
-def _take_mixed(reads: Reads, sources: NDArray[np.int64], at: NDArray[np.int64]) -> Any:
+def _mixed(reads: Reads, sources: NDArray[np.int64]) -> Any:
     """The rows of a batch of several sources, which must have the same columns."""
-    numbers = sorted(set(sources.tolist()))
-    parts = {number: _take(reads[number].raw, at[sources == number]) for number in numbers}
+    numbers = sorted(reads)
+    parts = {number: _arrays(reads[number]) for number in numbers}
     forms = {number: _form(part) for number, part in parts.items()}
     for number, form in forms.items():
         if form != forms[numbers[0]]:
@@ -198,14 +197,11 @@ def _form(part: Any) -> str:
     return "records of bytes"
 
 
-def _take(raw: Batch, at: NDArray[np.int64]) -> Any:
-    """The rows of a batch where no function of examples makes them; fresh arrays."""
+def _arrays(raw: Batch) -> Any:
+    """Records as a batch has them."""
     if isinstance(raw, list):
-        return objects(raw[place] for place in at.tolist())
-    return {name: _column(column, at) for name, column in raw.items()}
-
-
-def _column(column: Any, at: NDArray[np.int64]) -> NDArray[Any]:
-    if isinstance(column, np.ndarray):
-        return column[at]
-    return objects(column[place] for place in at.tolist())
+        return objects(raw)
+    return {
+        name: column if isinstance(column, np.ndarray) else objects(column)
+        for name, column in raw.items()
+    }

@@ -159,7 +159,12 @@ class Plan:
 
     def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
         """The examples of each of the next batches, in order; fewer batches at the end."""
-        return [self._ranks.between(*ranks) for ranks in self._bounds(next_example, 0, batches)]
+        bounds = self._bounds(next_example, 0, batches)
+        found: list[NDArray[np.int64]] = []
+        for first, last in _united(bounds):  # one batch behind the other: all at once
+            whole = self._ranks.between(first, last)
+            found += [whole[a - first : b - first] for a, b in bounds if first <= a < last]
+        return found
 
     def advance(self, next_example: int, batches: int = 1) -> int:
         """The position after that many batches: one past the last example they hold.

@@ -33,6 +33,8 @@ class Ranks:
 
     def rank(self, example: int) -> int:
         """How many examples before this one are not left out."""
+        if self._is_single:
+            return self.left[0].rank(example)
         ordinals = self.order.ordinals(example)
         return sum(left.rank(ordinal) for left, ordinal in zip(self.left, ordinals, strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,26 +19,45 @@ if TYPE_CHECKING:
     from formats.source import Batch, Source
 
 
-class Read(NamedTuple):
-    """Records of one source as read: `raw[i]` is that of id `wanted[i]`; `wanted` is sorted."""
-
-    wanted: NDArray[np.int64]
-    raw: Batch
-
-
-Reads = dict[int, Read]
-"""By the number of the source."""
+Reads = dict[int, "Batch"]
+"""By the number of the source: the records of its rows, in their order."""
 
 
 def read(sources: Sequence[Source], rows: Rows) -> Reads:
-    """The records of rows, each once.
+    """The records of rows.
 
     Raises:
       Misuse: a source returns another number than it is asked for; what a source raises.
     """
+    return {number: _read_source(sources[number], part) for number, part in _parts(sources, rows)}
+
+
+def shares(sources: Sequence[Source], parts: Sequence[Rows], reads: Reads) -> list[Readable]:
+    """What was read for the rows of all `parts`, one behind the other, cut up without a copy."""
+    found: list[Reads] = [{} for _ in parts]
+    for number, raw in reads.items():
+        if len(sources) == 1:
+            counts = [part.size for part in parts]
+        else:
+            counts = [int(np.count_nonzero(part.sources == number)) for part in parts]
+        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        for share, (start, stop) in zip(found, bounds, strict=True):
+            if start < stop:
+                share[number] = _cut(raw, start, stop)
+    return [Readable(*each) for each in zip(parts, found, strict=True)]
+
+
+def _cut(raw: Batch, start: int, stop: int) -> Batch:
+    if isinstance(raw, list):
+        return raw[start:stop]
+    return {name: column[start:stop] for name, column in raw.items()}
+
+
+def _parts(sources: Sequence[Source], rows: Rows) -> list[tuple[int, Rows]]:
+    """The rows of each source."""
     if len(sources) == 1:
-        return {0: _read_source(sources[0], rows)}
-    return {number: _read_source(sources[number], rows.of(number)) for number in rows.numbers()}
+        return [(0, rows)]
+    return [(number, rows.of(number)) for number in rows.numbers()]
 
 
 class Readable(NamedTuple):
@@ -56,8 +76,8 @@ def readable(sources: Sequence[Source], planned: Rows, replacing: Replacing) -> 
     while True:
         rows = replacing.rows(planned)
         found: Reads = {}
-        for number in rows.numbers():
-            part = rows.of(number)
+        parts = _parts(sources, rows)
+        for number, part in parts:
             try:
                 found[number] = _read_source(sources[number], part)
             except Exception as error:
@@ -67,24 +87,26 @@ def readable(sources: Sequence[Source], planned: Rows, replacing: Replacing) -> 
                     bad = True
                 if not bad:
                     raise  # each for itself they can be read
-        if len(found) == len(rows.numbers()):
+        if len(found) == len(parts):
             return Readable(rows, found)
 
 
 def places(sources: Sequence[Source], done: Readable) -> NDArray[np.int64]:
-    """Where in the `raw` of its source the record of each row is; int64[k]."""
+    """Which of the records of its source that were read is that of each row; int64[k]."""
     if len(sources) == 1:
-        return np.searchsorted(done.reads[0].wanted, done.rows.ids(sources[0]))
+        return np.arange(done.rows.size)
     at = np.empty(done.rows.size, np.int64)
-    for number, each in done.reads.items():
+    for number in done.reads:
         there = done.rows.sources == number
-        ids = done.rows.take(there).ids(sources[number])
-        at[there] = np.searchsorted(each.wanted, ids)
+        at[there] = np.arange(np.count_nonzero(there))
     return at
 
 
-def _read_source(source: Source, rows: Rows) -> Read:
-    wanted = np.unique(rows.ids(source))
+def _read_source(source: Source, rows: Rows) -> Batch:
+    ids = rows.ids(source)
+    wanted, back = ids, None
+    if rows.size and rows.epochs[0] != rows.epochs[-1]:  # only then many are there twice
+        wanted, back = np.unique(ids, return_inverse=True)
     raw = by_epoch.read(source, wanted)
     lengths = {len(raw)} if isinstance(raw, list) else {len(column) for column in raw.values()}
     if lengths != {wanted.size}:
@@ -92,7 +114,18 @@ def _read_source(source: Source, rows: Rows) -> Read:
             f"{type(source).__name__}.read was asked for {wanted.size} records and returned "
             f"{sorted(lengths)}: a source returns what it is asked for, or raises"
         )
-    return Read(wanted, raw)
+    return raw if back is None else _taken(raw, back)
+
+
+def _taken(raw: Batch, at: NDArray[np.int64]) -> Batch:
+    if isinstance(raw, list):
+        return [raw[place] for place in at.tolist()]
+    return {
+        name: column[at]
+        if isinstance(column, np.ndarray)
+        else [column[place] for place in at.tolist()]
+        for name, column in raw.items()
+    }
 
 
 def _unreadable(source: Source, rows: Rows, error: Exception) -> Iterator[tuple[int, Exception]]:

@@ -29,7 +29,8 @@ class Rows(NamedTuple):
 
     def take(self, which: Any) -> Rows:
         """Those of a mask or of indices."""
-        return Rows(*(each[which] for each in self))
+        examples, sources, epochs, records = self
+        return Rows(examples[which], sources[which], epochs[which], records[which])
 
     def of(self, source: int) -> Rows:
         """Those of one source."""

@@ -73,6 +73,8 @@ class Skips:
 
     def rank(self, number: int) -> int:
         """See `LeftOut.rank`."""
+        if not self.ranges:
+            return number
         index = int(np.searchsorted(self._starts, number, side="right"))
         if index == 0:
             return number
@@ -81,6 +83,8 @@ class Skips:
 
     def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `LeftOut.at`."""
+        if not self.ranges:
+            return ranks
         index = np.searchsorted(self._start_ranks, ranks, side="right")
         return ranks + self._before[index]
 

@@ -37,11 +37,7 @@ def stack(examples: Sequence[Any], names: Sequence[str]) -> Any:
 
 def objects(values: Iterable[Any]) -> NDArray[np.object_]:
     """A one-dimensional array of objects: also where NumPy would see a second axis in them."""
-    items = list(values)
-    array = np.empty(len(items), dtype=object)
-    for index, item in enumerate(items):
-        array[index] = item
-    return array
+    return np.fromiter(values, np.object_)
 
 
 def _stack(values: Sequence[Any], names: Sequence[str], path: str) -> Any:

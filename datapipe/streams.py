@@ -24,6 +24,11 @@ Shuffle = Literal["global", "blocks", "grain", "none"]
 SHUFFLES: Final = ("global", "blocks", "grain", "none")
 
 
+_BLOCK: Final = 1 << 14  # positions that are worked out together: few at a time cost a multiple
+_FEW: Final = 32
+_SPARSE: Final = 4  # positions of a stretch for each one that is asked for
+
+
 class Placed(NamedTuple):
     """Which items examples are, and in which epoch of their source; int64, of one shape."""
 
@@ -101,13 +106,27 @@ class Stream:
     def place(self, ordinals: NDArray[np.int64]) -> Placed:
         """Epoch and item of each ordinal; same shape."""
         epochs, positions = self.positions(ordinals)
-        items = positions
-        if self.shuffle != "none":
-            items = np.empty_like(positions)
-            for epoch in np.unique(epochs).tolist():
-                there = epochs == epoch
-                items[there] = self.order_of(epoch)(positions[there])
+        if self.shuffle == "none" or not epochs.size:
+            return Placed(epochs, positions)
+        if epochs.min() == epochs.max():
+            return Placed(epochs, self._items(int(epochs.flat[0]), positions))
+        items = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            there = epochs == epoch
+            items[there] = self._items(epoch, positions[there])
         return Placed(epochs, items)
+
+    def _items(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The items at positions of an epoch, of which there is one at least."""
+        size, first, last = positions.size, int(positions.min()), int(positions.max())
+        is_dense = _FEW <= size < _BLOCK and last - first < _SPARSE * size
+        if not is_dense or self.shuffle == "blocks":
+            return self.order_of(epoch)(positions)
+        order = (self.shuffle, self._of_epoch(epoch).items, self.seed, epoch, self.number)
+        first_block, stop_block = first // _BLOCK, last // _BLOCK + 1
+        blocks = [_block(*order, number) for number in range(first_block, stop_block)]
+        items = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return items[positions - first_block * _BLOCK]
 
     def positions(self, ordinals: NDArray[np.int64]) -> Placed:
         """Epoch of each ordinal, and its place in it (as `items`: that of the stored order)."""
@@ -186,3 +205,14 @@ def _order(shuffle: Shuffle, items: int, seed: int, epoch: int, number: int) -> 
     if shuffle == "grain":
         return GrainOrder(items, seed=seed, epoch=epoch)
     return Permutation(items, seed=seed, epoch=epoch, stream=number)
+
+
+@functools.lru_cache(maxsize=128)
+def _block(
+    shuffle: Shuffle, items: int, seed: int, epoch: int, number: int, block: int
+) -> NDArray[np.int64]:
+    """The items at the positions of a block; kept for the batches that come next."""
+    positions = np.arange(block * _BLOCK, min(items, (block + 1) * _BLOCK))
+    found = _order(shuffle, items, seed, epoch, number)(positions)
+    found.flags.writeable = False
+    return found

@@ -1,21 +1,22 @@
 """The coming batches: read together, in the order of the files, and made one by one.
 
-A `Window` is a few consecutive batches of a plan. Their records are read by one call, sorted and
-without repeats, when the first of the batches is made; each batch then takes its own. A batch is a
-pure function of plan, source and transforms: which window it is in does not change it.
+A `Window` is a few consecutive batches of a plan. Their records are read by one call when the first
+of the batches is made, and each batch then gets its part of what came, without another copy. A
+batch is a pure function of plan, source and transforms: which window it is in does not change it.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.batch import Made, Recipe, make
 from datapipe.plan import Plan
-from datapipe.reading import Readable, read
+from datapipe.reading import Readable, read, shares
 from datapipe.replacing import Replacing
 from datapipe.rows import Rows
 from datapipe.stats import Cost
@@ -61,7 +62,7 @@ class Window:
         return int(self._examples[index][-1]) + 1
 
     def batch(self, index: int) -> Made:
-        """Batch `index` of the window, made anew at each call.
+        """Batch `index` of the window; to be asked for once, since its arrays are handed out.
 
         Raises:
           BadRecord: a record of *this* batch is bad and not to be replaced.
@@ -90,17 +91,19 @@ class Window:
             reads = read(recipe.sources, rows)
         except Exception:
             return [(batch, None) for batch in batches]
-        bounds = np.cumsum([0, *(batch.size for batch in batches)]).tolist()
-        return [
-            (batch, Readable(rows.take(slice(*ends)), reads))
-            for batch, ends in zip(batches, itertools.pairwise(bounds), strict=True)
-        ]
+        parts = _cut(rows, [batch.size for batch in batches])
+        return list(zip(batches, shares(recipe.sources, parts, reads), strict=True))
 
     def _located(self) -> list[Rows]:
         batches = self._examples
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
-        bounds = np.cumsum([batch.size for batch in batches])[:-1]
-        located = self._plan.locate(np.concatenate(batches))
-        parts = (np.split(each, bounds) for each in located)
-        return [Rows(*each) for each in zip(batches, *parts, strict=True)]
+        examples = np.concatenate(batches)
+        rows = Rows(examples, *self._plan.locate(examples))
+        return _cut(rows, [batch.size for batch in batches])
+
+
+def _cut(rows: Rows, sizes: Sequence[int]) -> list[Rows]:
+    """Rows as parts of these sizes."""
+    bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [rows.take(slice(*ends)) for ends in bounds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ import numpy as np
 
 from formats.errors import Mismatch, Unsupported
 from formats.files import File, naming, open_binary
+
+_FEW = 16  # files that are looked at sooner than it is found out which of them are meant
 
 
 @final
@@ -45,6 +48,41 @@ class Mapped:
                 " and replace files instead of writing into them",
                 [f"{self._file.name}: wanted {self._file.size_bytes} bytes, found {size_bytes}"],
             )
+
+
+@final
+class Joined:
+    """Several mapped files, so that one gather takes from all of them.
+
+    bytes: uint8, read-only, from the first to the last of the addresses at which they lie. Between
+        them is nothing that may be touched: whoever takes from it stays within the files.
+    at: int64[files], where in `bytes` each file begins; meaningless for an empty file.
+    """
+
+    def __init__(self, files: Sequence[Mapped]) -> None:
+        self._files = tuple(files)
+        self._size = [f.raw.size if isinstance(f.raw, mmap.mmap) else _nothing for f in files]
+        self._sizes = [f.bytes.size for f in files]
+        places = np.array([(f.bytes.ctypes.data, f.bytes.size) for f in files], np.int64)
+        held = places[places[:, 1] > 0]
+        first, stop = (held[:, 0].min(), held.sum(1).max()) if held.size else (0, 0)
+        count = int(stop - first)
+        whole = (ctypes.c_uint8 * count).from_address(int(first)) if count else b""
+        self.bytes = np.frombuffer(memoryview(whole), np.uint8)
+        self.bytes.flags.writeable = False
+        self.at = places[:, 0] - first
+
+    def check(self, numbers: np.ndarray) -> None:
+        """`Mapped.check` of the files of these numbers, int64[n]."""
+        few = len(self._files) <= _FEW
+        for number in range(len(self._files)) if few else set(numbers.tolist()):
+            if self._size[number]() != self._sizes[number]:
+                self._files[number].check()
+
+
+def _nothing() -> int:
+    """The size of an empty file."""
+    return 0
 
 
 def only_local(files: Sequence[File], what: str) -> None:

@@ -223,7 +223,7 @@ def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
             f" of shape {list(rows.shape)}"
         )
     rows = rows.astype(np.int64, copy=False)
-    if rows.size and (rows.min() < 0 or rows.max() >= length):
+    if rows.size and rows.view(np.uint64).max() >= length:  # a negative one is above 2^63
         bad = int(rows[(rows < 0) | (rows >= length)][0])
         there = f"has records 0 to {length - 1}" if length else "has no records"
         raise OutOfRange(f"record {bad} asked for, the source {there}")

@@ -1,4 +1,4 @@
-"""Token files: windows of a memory-mapped array of integers, by one gather a file."""
+"""Token files: windows of memory-mapped arrays of integers, by one gather."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from formats.errors import Damaged, Mismatch, Misuse, Unsupported
 from formats.files import File, all_digests, in_fingerprint, naming, open_binary
-from formats.mapped import Mapped, only_local
+from formats.mapped import Joined, Mapped, only_local
 from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files, sealed
 
 _DTYPES = ("uint16", "uint32", "int16", "int32", "int64", "uint64", "uint8", "int8")
@@ -88,7 +88,13 @@ class TokenSource(Source):
         counts = [self._windows(tokens.count) for tokens in self._tokens]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self._digests: list[tuple[str, str]] | None = None
-        self._handles: Handles[_OpenFile] = Handles(open_files())
+        self._start()
+
+    def _start(self) -> None:
+        """Begin with no open file. All of them are opened together, or each when it is needed."""
+        limit = open_files()
+        self._together = len(self._files) if len(self._files) <= limit else 1
+        self._handles: Handles[_OpenFiles] = Handles(limit // self._together)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -107,12 +113,12 @@ class TokenSource(Source):
     def read(self, indices: np.ndarray | Sequence[int]) -> dict[str, np.ndarray | list[Any]]:
         """See `Source.read`: `{"tokens": [n, window]}`."""
         rows = as_rows(indices, len(self))
-        if len(self._files) == 1 and rows.size:
-            found = self._open_file(0).windows[rows]  # memory has no order to be read in
+        if self._together == len(self._files):
+            found = self._open_files(0).take(rows)
         else:
-            found = np.empty(len(rows), np.dtype((np.void, self._window * self._dtype.itemsize)))
+            found = np.empty(len(rows), _block(self._window * self._dtype.itemsize))
             for number, positions, slots in grouped(rows, self._starts):
-                found[slots] = self._open_file(number).windows[positions]
+                found[slots] = self._open_files(number).take(positions)
         return {"tokens": found.view(self._dtype).reshape(len(rows), self._window)}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -150,39 +156,63 @@ class TokenSource(Source):
             return _npy(file, wanted)
         return _raw(file, wanted, self._header_bytes)
 
-    def _open_file(self, number: int) -> _OpenFile:
-        opened = self._handles.get(number, self._open)
-        opened.mapped.check()
-        return opened
+    def _open_files(self, first: int) -> _OpenFiles:
+        return self._handles.get(first, self._open)
 
-    def _open(self, number: int) -> _OpenFile:
-        tokens = self._tokens[number]
-        windows = self._windows(tokens.count)
-        return _OpenFile(self._files[number], tokens, windows, self._window, self._stride)
+    def _open(self, first: int) -> _OpenFiles:
+        numbers = range(first, first + self._together)
+        size_bytes = self._dtype.itemsize
+        return _OpenFiles(
+            Joined([Mapped(self._files[number]) for number in numbers]),
+            np.array([self._tokens[number].start_bytes for number in numbers], np.int64),
+            self._starts[first : first + self._together] - self._starts[first],
+            self._window * size_bytes,
+            self._stride * size_bytes,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handles"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._handles = Handles(open_files())
+        self._start()
 
 
 @final
-class _OpenFile:
-    """A file mapped by this process; `windows[i]` are the bytes of record i."""
+class _OpenFiles:
+    """Files mapped by this process.
 
-    def __init__(self, file: File, tokens: _Tokens, windows: int, window: int, stride: int) -> None:
-        self.mapped = Mapped(file)
-        size_bytes = np.dtype(tokens.dtype).itemsize
-        # One item a window: NumPy then copies it as a block, also where windows overlap.
-        self.windows = np.ndarray(
-            (windows,),
-            np.dtype((np.void, window * size_bytes)),
-            self.mapped.bytes,
-            tokens.start_bytes if windows else 0,
-            (stride * size_bytes,),
-        )
+    files: which ones; start_bytes: int64[files], where in each its tokens begin; starts:
+    int64[files], the number of its first record.
+    """
+
+    def __init__(
+        self,
+        files: Joined,
+        start_bytes: np.ndarray,
+        starts: np.ndarray,
+        window_bytes: int,
+        stride_bytes: int,
+    ) -> None:
+        self._files = files
+        self._starts = starts
+        self._stride_bytes = stride_bytes
+        self._zeros = files.at + start_bytes - starts * stride_bytes  # where record 0 would be
+        # One item a window, from any byte on: NumPy then copies it as a block.
+        count = max(0, files.bytes.size - window_bytes + 1)
+        self._windows = np.ndarray((count,), _block(window_bytes), files.bytes, 0, (1,))
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """The bytes of records, int64[n], each of which there is; a void[n]."""
+        # The last of several equal starts is the file that is not empty.
+        parts = self._starts.searchsorted(rows, side="right") - 1
+        self._files.check(parts)
+        found: np.ndarray = self._windows[self._zeros[parts] + rows * self._stride_bytes]
+        return found
+
+
+def _block(size_bytes: int) -> np.dtype:
+    return np.dtype((np.void, size_bytes))
 
 
 def _positive(name: str, value: int) -> int:

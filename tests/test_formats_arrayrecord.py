@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -81,31 +82,88 @@ def test_one_call_per_shard(tmp_path, monkeypatch):
     assert all(positions == sorted(positions) for _, positions in calls)
 
 
-def test_one_read_of_the_library_per_shard(tmp_path, monkeypatch):
+class Counting:
+    """A reader that notes its calls: positions read one by one, and how many together."""
+
+    def __init__(self, reader):
+        self.reader = reader
+        self.alone = []
+        self.together = []
+
+    def seek(self, position):
+        self.alone.append(position)
+        self.reader.seek(position)
+
+    def read(self, *positions):
+        if positions:
+            self.together.append(len(positions[0]))
+        return self.reader.read(*positions)
+
+    def __getattr__(self, name):
+        return getattr(self.reader, name)
+
+
+def counting(monkeypatch):
+    """The readers that are opened from now on."""
+    readers = []
+    real = arrayrecord._reader
+
+    def opened(file):
+        readers.append(Counting(real(file)))
+        return readers[-1]
+
+    monkeypatch.setattr(arrayrecord, "_reader", opened)
+    return readers
+
+
+def test_records_in_memory_are_read_one_by_one_in_the_order_of_the_file(tmp_path, monkeypatch):
     records = some_records(100)
     write_shards(tmp_path, [records[:30], records[30:60], records[60:]])
-    calls = []
-
-    class Counting:
-        def __init__(self, reader):
-            self.reader = reader
-
-        def read(self, positions):
-            calls.append(len(positions))
-            return self.reader.read(positions)
-
-        def __getattr__(self, name):
-            return getattr(self.reader, name)
-
     source = formats.open_source(tmp_path / "*.array_record")
-    real = arrayrecord._reader
-    monkeypatch.setattr(arrayrecord, "_reader", lambda file: Counting(real(file)))
+    readers = counting(monkeypatch)
+    monkeypatch.setattr(arrayrecord, "_waits", lambda: 0)
     rng = np.random.default_rng(SEED)
     for rows in (rng.integers(0, 100, 512), np.arange(100), rng.integers(30, 60, 20)):
-        calls.clear()
         assert source.read(rows) == [records[row] for row in rows], f"seed {SEED}"
-        shards = np.bincount(np.searchsorted([30, 60], rows, side="right"))
-        assert calls == [count for count in shards.tolist() if count]
+        positions = [
+            (rows[(rows >= first) & (rows < stop)] - first).tolist()
+            for first, stop in ((0, 30), (30, 60), (60, 100))
+        ]
+        assert [reader.alone for reader in readers] == [sorted(each) for each in positions]
+        assert not any(reader.together for reader in readers)
+        for reader in readers:
+            reader.alone.clear()
+
+
+def test_records_that_are_waited_for_are_read_by_one_call_per_shard(tmp_path, monkeypatch):
+    records = some_records(100)
+    write_shards(tmp_path, [records[:30], records[30:60], records[60:]])
+    source = formats.open_source(tmp_path / "*.array_record")
+    readers = counting(monkeypatch)
+    waits = itertools.count()
+    monkeypatch.setattr(arrayrecord, "_waits", lambda: 10 * next(waits))
+    rows = np.random.default_rng(SEED).permutation(100)
+    for call in range(1 + 2 * (arrayrecord._COLD_CALLS + 1)):
+        assert source.read(rows) == [records[row] for row in rows], f"seed {SEED}"
+        # The first record tells, and is looked at again after some calls.
+        tried = call % (arrayrecord._COLD_CALLS + 1) == 0
+        assert [len(reader.alone) for reader in readers] == [int(tried)] * 3
+        assert [reader.together for reader in readers] == [[n - tried] for n in (30, 30, 40)]
+        for reader in readers:
+            reader.alone.clear()
+            reader.together.clear()
+
+
+def test_a_few_waits_are_no_reason_to_read_together(tmp_path, monkeypatch):
+    records = some_records(100)
+    write_shards(tmp_path, [records])
+    source = formats.open_source(tmp_path / "*.array_record")
+    readers = counting(monkeypatch)
+    waits = iter([0, 2, 2, 2, 2, 2, 2, 2, 2])
+    monkeypatch.setattr(arrayrecord, "_waits", lambda: next(waits))
+    assert source.read(np.arange(100)) == records
+    assert len(readers[0].alone) == 100
+    assert not readers[0].together
 
 
 @pytest.mark.parametrize("rows", [[-1], [3], [0, 1, 99], [2**62]])

@@ -296,3 +296,17 @@ def test_fingerprint_sees_content_window_and_stride(tmp_path):
         digest(alike, window=8),
     }
     assert len(digests | {first}) == 5
+
+
+def test_more_files_than_may_be_open_are_read_file_by_file(tmp_path, monkeypatch):
+    arrays = [some_tokens(length, seed=length) for length in (40, 3, 0, 25, 31)]
+    for number, tokens in enumerate(arrays):
+        put(tmp_path / f"{number}.bin", tokens)
+    rows = np.random.default_rng(SEED).integers(0, len(windows(arrays, 4, 3)), 200)
+    with formats.open_source(tmp_path / "*.bin", window=4, stride=3) as together:
+        wanted = together.read(rows)["tokens"]
+    monkeypatch.setattr("formats.tokens.open_files", lambda: 2)
+    with formats.open_source(tmp_path / "*.bin", window=4, stride=3) as apart:
+        found = apart.read(rows)["tokens"]
+        assert len(apart._handles._open) == 2
+    assert np.array_equal(found, wanted), f"seed {SEED}"

@@ -160,7 +160,7 @@ def test_two_random_maps_are_unrelated():
 # -- reads -----------------------------------------------------------------------------------------
 
 
-def test_one_read_for_a_window_sorted_and_without_repeats():
+def test_one_read_for_a_window():
     source = Records(400)
     pipe = Pipeline(source, batch_size=8, seed=2, epochs=1)
     list(pipe.iterator(prefetch=0, window=4))
@@ -168,12 +168,25 @@ def test_one_read_for_a_window_sorted_and_without_repeats():
     assert [call.size for call in source.calls] == [8, 16, *[32] * 11, 24]
 
 
-def test_reads_are_sorted_and_unique():
+def test_reads_are_without_repeats_where_epochs_meet():
     source = Records(10)
-    list(Pipeline(source, batch_size=7, seed=2, epochs=3).iterator(window=4))
-    assert source.calls
+    pipe = Pipeline(source, batch_size=7, seed=2, epochs=3)
+    served = [row for batch in pipe.iterator(window=4) for row in batch.tolist()]
+    assert any(call.size < 28 for call in source.calls[1:])
     for call in source.calls:
-        assert np.all(np.diff(call) > 0)
+        assert np.unique(call).size == call.size
+    assert served == [source[record] for record in pipe.plan.records(range(4)).tolist()]
+
+
+def test_batches_of_a_window_do_not_share_rows():
+    source = Records(60)
+    pipe = Pipeline(source, batch_size=4, seed=2, epochs=1)
+    wanted = [batch.tolist() for batch in pipe.iterator(prefetch=0, window=1)]
+    found = []
+    for batch in pipe.iterator(prefetch=2, window=8):
+        found.append(batch.tolist())
+        batch[:] = b"overwritten"
+    assert found == wanted
 
 
 def test_seeking_and_planning_read_nothing():

@@ -1,0 +1,54 @@
+"""The order of one source: positions worked out in blocks are those that are asked for alone."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+
+from datapipe import streams
+from datapipe.permute import Permutation
+from datapipe.streams import Stream, Stretch
+
+
+@hypothesis.given(
+    items=st.integers(1, 60_000),
+    seed=st.integers(0, 5),
+    number=st.integers(0, 2),
+    shuffle=st.sampled_from(["global", "none"]),
+    start=st.floats(0, 1),
+    count=st.integers(0, 20_000),
+    step=st.integers(1, 6),
+    mixed=st.booleans(),
+)
+def test_ordinals_are_placed_as_the_permutation_of_their_epoch_says(
+    items, seed, number, shuffle, start, count, step, mixed
+):
+    stream = Stream((Stretch(0, 0, items),), seed, shuffle, number)
+    ordinals = int(start * 3 * items) + step * np.arange(count)
+    if mixed:
+        ordinals = np.random.default_rng(seed).permutation(ordinals)
+    placed = stream.place(ordinals)
+    assert np.array_equal(placed.epochs, ordinals // items)
+    wanted = ordinals % items
+    if shuffle == "global":
+        for epoch in set((ordinals // items).tolist()):
+            there = ordinals // items == epoch
+            order = Permutation(items, seed=seed, epoch=epoch, stream=number)
+            wanted[there] = order(wanted[there])
+    assert np.array_equal(placed.items, wanted)
+
+
+def test_neighbouring_batches_are_worked_out_once(monkeypatch):
+    sizes = []
+    real = Permutation.__call__
+
+    def counted(self, positions):
+        sizes.append(np.size(positions))
+        return real(self, positions)
+
+    monkeypatch.setattr(Permutation, "__call__", counted)
+    stream = Stream((Stretch(0, 0, 100_003),), 1_234_567, "global")
+    for batch in range(200):
+        stream.place(np.arange(100 * batch, 100 * (batch + 1)))
+    assert sizes == [streams._BLOCK] * 2
