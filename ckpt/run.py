@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckpt import leaves, log, spike, states, tree
+from ckpt import foreign, leaves, log, spike, states, tree
 from ckpt.arguments import must_be, whole_number
 from ckpt.averages import Averages
 from ckpt.errors import Misuse, PeerFailed
@@ -163,8 +163,8 @@ class Run:
         if not isinstance(self._data, states.Skipping):
             raise Misuse(
                 f"Run.data: {type(self._data).__name__} cannot skip batches (no `batch_size`, "
-                "`span` and `skip`), which the guard does when the loss spikes; use datapipe, or a "
-                "run without a guard"
+                "`span` and `skip`), which the guard does when the loss spikes; "
+                f"{foreign.CURE}, or a run without a guard"
             )
 
     def __exit__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import logging
@@ -10,9 +11,11 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
+from ckpt import foreign
 from ckpt.arguments import shown
 from ckpt.errors import Mismatch, Misuse
 from ckpt.lineage import Skips
+from ckpt.stored_states import loaded, stored
 from ckpt.union import can_be_united
 
 Json = Any
@@ -153,7 +156,8 @@ def named(data: Any) -> dict[str, Iterator]:
         if not isinstance(name, str) or not isinstance(each, Iterator):
             raise Misuse(
                 f"data {name!r}: wanted an iterator with get_state and set_state, found "
-                f"{type(each).__name__}; of a pipeline give `pipeline.iterator()`"
+                f"{type(each).__name__}; of a pipeline give `pipeline.iterator()`, of a dataset "
+                "or DataLoader of Grain `iter(...)`"
             )
     return found
 
@@ -161,25 +165,22 @@ def named(data: Any) -> dict[str, Iterator]:
 def take(data: Any) -> dict[str, Json]:
     """{name: {"state", "batch_size", "elastic"}} of all iterators; "united" where it is `Finding`.
 
-    Elastic: the state counts examples of the run, so that any number of processes can go on from
-    it. That of another iterator is its process's own, even where all have the same at the moment.
+    The state is as `stored` makes it. Elastic: it counts examples of the run, so that any number of
+    processes can go on from it. That of another iterator is its process's own, even where all have
+    the same at the moment.
 
     Raises:
-        Misuse: a state is no JSON value, or has not the findings that the iterator says it has.
+        Misuse: a state is of no plain values, too deep or too large, or has not the findings that
+            the iterator says it has.
     """
     taken = {}
     for name, each in named(data).items():
-        state = each.get_state()
-        if isinstance(state, bytes):
-            try:
-                state = {"json": json.loads(state)}
-            except (ValueError, RecursionError) as error:
-                raise Misuse(f"data {name!r}: its state, bytes, is no JSON: {error}") from error
-        state = as_json(state, f"data {name!r}: get_state()")
+        what = f"data {name!r}: get_state()"
+        state = as_json(stored(each.get_state(), what), what)
         taken[name] = {
             "state": state,
             "batch_size": getattr(each, "batch_size", None),
-            "elastic": isinstance(each, Skipping),
+            "elastic": isinstance(each, Skipping) or foreign.is_position(state),
             **({"united": _findings(name, each, state)} if isinstance(each, Finding) else {}),
         }
     return taken
@@ -237,12 +238,15 @@ def put(
     Those that can begin at once to make the batches that follow.
 
     Raises:
-        Mismatch: as `saved_for`.
+        Mismatch: as `saved_for`; or an iterator does not take the state.
         Misuse: skips are in force and an iterator cannot skip.
     """
     found = saved_for(data, saved, process=process, processes=processes, where=where)
     for name, each in named(data).items():
-        each.set_state(found[name])
+        if isinstance(each, Skipping):
+            each.set_state(found[name])
+        else:
+            foreign.set_state(each, found[name], f"{where}: data {name!r}")
         apply_skips(name, each, skips)
     for each in named(data).values():  # only now: an error would have put all of them back
         if isinstance(each, Prefetching):
@@ -272,7 +276,8 @@ def saved_for(
 def kept_on_error(data: Any) -> Generator[None]:
     """Whoever sees an error finds the iterators where they were, also those already positioned."""
     iterators = named(data)
-    before = {name: each.get_state() for name, each in iterators.items()}
+    # A copy: what some iterators hand out they go on to change.
+    before = {name: copy.deepcopy(each.get_state()) for name, each in iterators.items()}
     try:
         yield
     except BaseException:
@@ -292,7 +297,7 @@ def apply_skips(name: str, iterator: Iterator, skips: Skips) -> None:
     if not isinstance(iterator, Skipping):
         raise Misuse(
             f"data {name!r}: the run skips {len(ranges)} ranges of examples, and "
-            f"{type(iterator).__name__} has no `skip`; use datapipe, or go on without `data`"
+            f"{type(iterator).__name__} has no `skip`; {foreign.CURE}, or go on without `data`"
         )
     iterator.skip(ranges)
 
@@ -304,6 +309,7 @@ def state_of(
 
     Raises:
         Mismatch: each process saved its own, and they were more or fewer.
+        Damaged: it is none.
     """
     entry = saved[name]
     if "state" in entry:
@@ -314,12 +320,11 @@ def state_of(
             raise Mismatch(
                 f"{where}: iterator {name!r} was saved with a state for each of {len(states)} "
                 f"processes, here are {processes}; use {len(states)}, restore without `data`, or "
-                "use an iterator whose state does not depend on their number, such as datapipe's"
+                "use an iterator whose state does not depend on their number, such as datapipe's, "
+                "or Grain's ElasticIterator"
             )
         state = states[process]
-    if isinstance(state, dict) and state.keys() == {"json"}:
-        return json.dumps(state["json"], indent=4).encode()
-    return state
+    return loaded(state, f"{where}: iterator {name!r}")
 
 
 @dataclass(frozen=True)
@@ -369,7 +374,7 @@ def spans_of(name: str, iterator: Iterator) -> SpansOf:
     if not isinstance(iterator, Skipping):
         raise Misuse(
             f"data {name!r}: {type(iterator).__name__} cannot skip batches (no `span` and `skip`); "
-            "use datapipe, or rewind without skipping"
+            f"{foreign.CURE}, or rewind without skipping"
         )
     return SpansOf(name, iterator)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import process_bad_records
+import process_grain
 import process_kills
 import process_loops
 import process_scenes
@@ -29,6 +30,7 @@ SCENES = {
     **process_kills.SCENES,
     **process_loops.SCENES,
     **process_bad_records.SCENES,
+    **process_grain.SCENES,
     **process_writers.SCENES,
 }
 
