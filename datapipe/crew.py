@@ -19,6 +19,7 @@ import os
 import select
 import socket
 import threading
+import weakref
 from collections import deque
 from typing import Any, Final, NamedTuple
 
@@ -41,7 +42,6 @@ DEATHS: Final = 3
 """So often workers may die without a batch being delivered in between."""
 KEPT: Final = 4
 """Batches that the user may keep in slots; others are copied out of theirs."""
-_EXIT_CHECK_S: Final = 1.0
 
 
 class _Place(NamedTuple):
@@ -189,8 +189,7 @@ class Crew:
                     raise self._failure
                 if self._is_closed or job.generation != self._generation:
                     raise Misuse("this batch was dropped while it was waited for")
-                if not self._condition.wait(_EXIT_CHECK_S) and not _main_thread_lives():
-                    raise Misuse("the program is about to end")
+                self._condition.wait()
             place = job.places[index] = self._as_memory(job.places[index])
             self._deaths = 0
         assert place is not None
@@ -213,7 +212,6 @@ class Crew:
         if self._is_closed or self._pid != os.getpid():
             return
         self._is_closed = True
-        atexit.unregister(self._at_exit)
         thread = self._thread
         if thread is None:
             self._leave()
@@ -258,11 +256,8 @@ class Crew:
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="datapipe-crew", daemon=True)
-            atexit.register(self._at_exit)
+            _crews.add(self)
             self._thread.start()
-
-    def _at_exit(self) -> None:
-        self.close(wait=True)
 
     def _signal(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake anyway
@@ -427,5 +422,13 @@ def _batches(job: Job) -> str:
     return f"{len(missing)} batches from example {start} to {job.position_after(job.count - 1) - 1}"
 
 
-def _main_thread_lives() -> bool:
-    return threading.main_thread().is_alive()
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for crew in list(_crews):
+        crew.close(wait=True)
+
+
+# Before executors are waited for, whose threads may wait for batches; atexit comes after that.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 
 from datapipe import worker as child
 from datapipe.batch import Recipe
-from datapipe.ring import Ring
+from datapipe.ring import Parcel, Ring, enclosed
 from formats.errors import Misuse
 
 _PROGRAM: Final = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from datapipe.worker import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
+    "import sys; sys.path[:] = sys.argv[3:]; from datapipe.worker import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _QUIET_S: Final = 5.0  # for a process to end that has closed its socket
 
 
 class Work(NamedTuple):
-    """A pickled `Setup` in memory."""
+    """A parcel in memory: the recipe, and which rows of each batch to make."""
 
     fd: int
     size_bytes: int
@@ -42,11 +42,10 @@ def pickled_work(recipe: Recipe, rows: NDArray[np.int64] | None) -> Work:
       Misuse: a source or a function cannot be pickled; names it.
     """
     try:
-        work = cloudpickle.dumps((recipe, rows))
+        work = Parcel.of((recipe, rows))
     except Exception as error:
         raise _named(recipe, error) from error
-    setup = pickle.dumps(child.Setup(list(sys.path), work))
-    return Work(child.laid_down(setup), len(setup))
+    return Work(enclosed(work), work.size_bytes)
 
 
 def _named(recipe: Recipe, error: Exception) -> Misuse:
@@ -143,8 +142,7 @@ def hire(control: int, work: Work) -> Hired:
         raise FileNotFoundError("sys.executable does not say where Python is")
     link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        package = str(Path(__file__).resolve().parent.parent)
-        arguments = [package, str(theirs.fileno()), str(os.getpid())]
+        arguments = [str(theirs.fileno()), str(os.getpid()), *_paths()]
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments],
             stdin=subprocess.DEVNULL,
@@ -160,3 +158,10 @@ def hire(control: int, work: Work) -> Hired:
     with contextlib.suppress(ConnectionError):  # it is dead already, and will be found so
         child.send(link, child.Hello(work.size_bytes), (control, work.fd))
     return Hired(process, link)
+
+
+def _paths() -> list[str]:
+    """Where a worker finds modules: where this program does."""
+    found = [path for path in sys.path if isinstance(path, str)]
+    package = str(Path(__file__).resolve().parent.parent)
+    return found if package in found else [*found, package]

@@ -290,7 +290,7 @@ class Pipeline:
             by files behind those it had; new sources come last. Their new records are served from
             the next epoch of the source on.
           sharding: batches become global `jax.Array`s with it, its first axis along the batch;
-            each process reads only the rows that its devices hold.
+            each process reads only the rows that its devices hold, each of them once.
           prefetch: batches made ahead in threads; 0: each is made when it is asked for. With a
             sharding, at most two beyond the one delivered are on devices, or on the way there.
           window: batches whose records are read by one call, sorted by place; that many batches
@@ -302,7 +302,8 @@ class Pipeline:
             each. A batch may be kept: from the fifth one on they are copied out of that memory.
 
         None of the others changes what comes out. What goes to workers must be picklable; functions
-        and classes of the program itself, lambdas and closures are.
+        and classes of the program itself, lambdas and closures are. Functions that use JAX find
+        the CPU there. A worker that dies is replaced, and its batches are made again.
 
         Raises:
           Misuse: an argument is out of range, the batch cannot be sharded like that, or something

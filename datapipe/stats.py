@@ -86,7 +86,10 @@ def size_of(batch: Any) -> int:
     if isinstance(batch, tuple | list):
         return sum(map(size_of, batch))
     if isinstance(batch, np.ndarray) and batch.dtype.hasobject:
-        return sum(len(item) for item in batch.flat if isinstance(item, bytes | str))
+        items = batch.ravel().tolist()
+        if not {*map(type, items)} <= {bytes, str}:
+            items = [item for item in items if isinstance(item, bytes | str)]
+        return sum(map(len, items))
     return int(getattr(batch, "nbytes", 0))
 
 

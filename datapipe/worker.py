@@ -13,14 +13,15 @@ import pickle
 import select
 import signal
 import socket
-import sys
 import threading
 from array import array
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from datapipe.plan import Plan
 from datapipe.raised import packed
-from datapipe.ring import Parcel, anonymous, enclosed
+from datapipe.ring import Parcel, anonymous, enclosed, opened
 from datapipe.substitutes import Replaced
 from datapipe.window import Window
 
@@ -29,16 +30,9 @@ CONTROL_BYTES: Final = mmap.PAGESIZE  # the first 8 hold the generation that is 
 
 
 class Hello(NamedTuple):
-    """The first message; its descriptors are the control page and a pickled `Setup`."""
+    """The first message; its descriptors are the control page and a parcel: recipe and rows."""
 
-    setup_bytes: int
-
-
-class Setup(NamedTuple):
-    """What a worker must know before it can make anything."""
-
-    path: list[str]  # where modules are found
-    work: bytes  # pickled: the recipe and the rows
+    work_bytes: int
 
 
 class Order(NamedTuple):
@@ -145,14 +139,14 @@ class _Worker:
         self._slot_bytes = 0
 
     def serve(self) -> None:
-        message, (control, setup) = receive(self._link)
+        message, (control, work) = receive(self._link)
         self._control = memoryview(mmap.mmap(control, CONTROL_BYTES)).cast("q")
         os.close(control)
         self._trouble: BaseException | None = None
         try:
-            found: Setup = pickle.loads(_read(setup, message.setup_bytes))
-            sys.path[:] = found.path
-            self._recipe, self._rows = pickle.loads(found.work)
+            # Large arrays in it are there once for all workers, until one writes to them.
+            private = mmap.mmap(work, message.work_bytes, flags=mmap.MAP_PRIVATE)
+            self._recipe, self._rows = opened(np.frombuffer(private, np.uint8))
         except BaseException as error:
             error.add_note(
                 "A worker process could not load the pipeline. Functions and classes must be in "

@@ -163,7 +163,11 @@ def work(record):
     return [Held.__doc__, len(record)]
 
 pipes = [Pipeline(Records(40), batch_size=2, seed=s).map(work, version="1") for s in (1, 2)]
-iterators = [pipe.iterator(workers=2) for pipe in pipes]
+options = {}
+if sys.argv[2] == "hang":  # a thread waits for a batch that never comes
+    import jax
+    options = {"sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+iterators = [pipe.iterator(workers=2, **options) for pipe in pipes]
 for iterator in iterators:
     iterator.start_prefetch()
 batch = None if sys.argv[2] == "hang" else next(iterators[0])
@@ -171,7 +175,7 @@ crews = [iterator._ahead._crew for iterator in iterators]
 while any(len(crew.pids()) < 2 for crew in crews):
     time.sleep(0.01)
 print(*(pid for crew in crews for pid in crew.pids()), flush=True)
-if sys.argv[2] != "end":
+if sys.argv[3] != "end":
     time.sleep(1000)
 """
 
@@ -184,12 +188,19 @@ def lives(pid):
 
 
 @pytest.mark.parametrize(
-    ("how", "what"), [("idle", signal.SIGKILL), ("hang", signal.SIGKILL), ("end", None)]
+    ("how", "what"),
+    [
+        ("idle", signal.SIGKILL),
+        ("hang", signal.SIGKILL),
+        ("hang", signal.SIGTERM),
+        ("idle", None),
+        ("hang", None),
+    ],
 )
 def test_workers_go_with_their_program(how, what):
     """Two pipelines on one machine; the program is killed, in whatever state, or simply ends."""
     program = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(HERE), how],
+        [sys.executable, "-c", PARENT, str(HERE), how, "wait" if what else "end"],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         text=True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 import random
 import threading
 
@@ -300,3 +302,35 @@ def test_bad_records_are_replaced_by_workers_too(caplog):
         with pytest.raises(BadRecord, match="bad_record_limit=2 may be replaced"):
             list(iterator)
         assert len(iterator.get_state()["replaced"]) >= 1
+
+
+def test_large_arrays_of_functions_are_shared_until_written_to():
+    table = np.arange(1 << 20)
+
+    def look_up(record):
+        table[0] += 1  # a copy of one page: no other process sees it
+        return {"value": table[number(record) + 1] - 1, "count": table[0], "pid": os.getpid()}
+
+    pipe = Pipeline(Records(400), batch_size=4, seed=1, epochs=1).map(look_up, version="1")
+    counts = {}
+    with pipe.iterator(workers=2, window=1) as iterator:
+        for index, batch in enumerate(iterator):
+            np.testing.assert_array_equal(batch["value"], pipe.plan.records(index))
+            for pid, count in zip(batch["pid"].tolist(), batch["count"].tolist(), strict=True):
+                counts.setdefault(pid, []).append(count)
+    assert len(counts) == 2
+    for found in counts.values():
+        assert found == list(range(1, len(found) + 1))
+    assert table[0] == 0
+
+
+def test_a_module_that_workers_cannot_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def work(record):\n    return len(record)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    work = importlib.import_module("only_here").work
+    monkeypatch.undo()
+    pipe = Pipeline(Records(8), batch_size=4, seed=1).map(work, version="1")
+    with pipe.iterator(workers=1) as iterator:
+        with pytest.raises(ModuleNotFoundError, match="only_here") as found:
+            next(iterator)
+        assert any("must be in modules that can be imported" in n for n in found.value.__notes__)
