@@ -138,6 +138,7 @@ class Crew:
         self._waiting: deque[Job] = deque()  # not given to a worker
         self._jobs: dict[int, Job] = {}  # of this generation, until their last batch is taken
         self._ring: Ring | None = None
+        self._is_short = False  # of slots
         self._deaths = 0
         self._failure: Exception | None = None
 
@@ -206,6 +207,8 @@ class Crew:
             self._forget(job, index + 1)
             if job.taken == job.count:
                 self._jobs.pop(job.number, None)
+            if self._is_short:
+                self._signal()
 
     def close(self, *, wait: bool) -> None:
         """Kills the workers; `wait`: until they are gone. May be called from a collector."""
@@ -311,9 +314,12 @@ class Crew:
     def _give_out(self) -> None:
         while self._waiting and self._workers:
             each = min(self._workers, key=lambda one: len(one.jobs))
-            if len(each.jobs) == 2:
+            job = self._waiting[0]
+            self._is_short = self._ring is not None and self._ring.free < len(job.missing)
+            # Slots come back: of windows nobody wants any more, and of batches that are taken.
+            if len(each.jobs) == 2 or self._is_short:
                 return
-            job = self._waiting.popleft()
+            self._waiting.popleft()
             each.jobs[job.number] = job
             self._send(each, job)
 

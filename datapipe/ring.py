@@ -128,6 +128,11 @@ class Ring:
         self._closing = weakref.finalize(self, os.close, self.fd)
 
     @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    @property
     def lent(self) -> int:
         """How many slots the user has."""
         return self.slots - len(self._free) - self._granted

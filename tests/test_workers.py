@@ -7,6 +7,7 @@ import importlib
 import os
 import random
 import threading
+import time
 
 import grain
 import jax
@@ -114,6 +115,23 @@ def test_positions_move_while_workers_are_busy():
                 np.testing.assert_equal(next(iterator), next(plain))
             states.append(iterator.get_state())
             assert states[-1] == plain.get_state()
+
+
+def stalled(record):
+    """Records that somebody skipped while they were made take long."""
+    if number(record) % 8 == 0:
+        time.sleep(0.2)
+    return np.full(1000, number(record))
+
+
+def test_slots_run_out_while_a_worker_is_at_what_nobody_wants():
+    pipe = Pipeline(Records(400), batch_size=1, seed=1, shuffle=False).map(stalled, version="1")
+    with pipe.iterator(workers=2, window=2) as iterator:
+        for start in (0, 8, 16, 24, 32):  # the first of the window sleeps: the others run ahead
+            iterator.seek(start)
+            for n in range(start, start + 3):
+                assert next(iterator)[0, 0] == n
+            time.sleep(0.05)
 
 
 # -- shared memory ---------------------------------------------------------------------------------
