@@ -200,7 +200,7 @@ def test_other_settings_of_the_same_pipeline(pack):
 
 
 def test_orders_that_documents_cannot_have():
-    with pytest.raises(Misuse, match="wanted one of global, .* found 'windows'"):
+    with pytest.raises(Misuse, match=r"wanted one of global, .* found 'windows'"):
         made(BOTH[1]).source.shuffled("windows", 1, 0, 16)
 
 
