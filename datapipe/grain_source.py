@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from datapipe.epochs import EpochSource
 from datapipe.faults import is_of_a_record
 from datapipe.sidecar import json_digest
+from datapipe.tree_digest import coarse, exact
 from formats.errors import BadRecord, Misuse
 from formats.source import Spec, as_rows, sealed
 
@@ -114,7 +114,7 @@ class GrainSource(EpochSource):
 
     def _batch_is(self, indices: list[int], elements: list[Any]) -> bool:
         try:
-            return _digest(list(self._batched._getitems(indices))) == _digest(elements)
+            return exact(list(self._batched._getitems(indices))) == exact(elements)
         except Exception:
             return False
 
@@ -126,16 +126,21 @@ class GrainSource(EpochSource):
     def fingerprint(self) -> dict[str, Any]:
         """Lengths and names of the chain, the fingerprints of what it reads, and a few elements.
 
+        Of floating-point numbers in them the first digits count: see `tree_digest.coarse`.
         Reads up to 16 elements, twice, once.
 
         Raises:
           Misuse: an element is another one when it is read again.
         """
         if self._fingerprint is None:
-            items = np.unique(np.linspace(0, self._length - 1, _SAMPLED).astype(np.int64))
+            items = np.unique(np.linspace(0, self._length - 1, _SAMPLED).astype(np.int64)).tolist()
             sample = self._sampled(items)
             again = self._sampled(items)
-            changed = [item for item in sample if sample[item] != again[item]]
+            changed = [
+                item
+                for item, one, other in zip(items, sample, again, strict=True)
+                if exact(one) != exact(other)
+            ]
             if changed:
                 raise Misuse(
                     f"{self.where(changed[0])} is another one when it is read again: a batch would "
@@ -152,21 +157,21 @@ class GrainSource(EpochSource):
                         for source in _sources(self.dataset)
                         if hasattr(source, "fingerprint")
                     ],
-                    "sample": _digest(list(sample.values())),
+                    "sample": coarse(sample),
                     "version": self.version,
                 }
             )
         return self._fingerprint
 
-    def _sampled(self, items: NDArray[np.int64]) -> dict[int, str]:
-        found = {}
-        for item in items.tolist():
+    def _sampled(self, items: list[int]) -> list[Any]:
+        found = []
+        for item in items:
             try:
-                found[item] = _digest(self[item])
+                found.append(self[item])
             except Exception as error:
                 if not is_of_a_record(error):
                     raise
-                found[item] = "bad"  # whoever comes to it decides what to do about it
+                found.append("bad")  # whoever comes to it decides what to do about it
         return found
 
     def where(self, index: int) -> str:
@@ -284,40 +289,3 @@ def _with_batched_sources(dataset: Any) -> Any:
     twin.__dict__.pop("_stats", None)  # made when first used, from those of its parents
     twin.__dict__.update(changed)
     return twin
-
-
-# -- telling elements apart ------------------------------------------------------------------------
-
-
-def _digest(tree: Any) -> str:
-    """Hex; equal for equal trees of arrays, bytes, texts and numbers; others count by type."""
-    hasher = xxhash.xxh3_128()
-    _feed(hasher, tree)
-    return str(hasher.hexdigest())
-
-
-def _feed(hasher: Any, value: Any) -> None:
-    if isinstance(value, Mapping):
-        hasher.update(f"dict {len(value)};".encode())
-        for key in sorted(value, key=repr):
-            hasher.update(f"{key!r:.200};".encode("utf-8", "replace"))
-            _feed(hasher, value[key])
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        hasher.update(f"{type(value).__name__} {len(value)};".encode())
-        for item in value:
-            _feed(hasher, item)
-    elif isinstance(value, str | bytes):
-        data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        hasher.update(f"{type(value).__name__} {len(data)};".encode())
-        hasher.update(data)
-    elif hasattr(value, "shape") and hasattr(value, "dtype"):
-        array = np.asarray(value)
-        hasher.update(f"array {array.dtype.str} {array.shape};".encode())
-        if array.dtype.hasobject:
-            _feed(hasher, array.reshape(-1).tolist())
-        else:
-            hasher.update(np.ascontiguousarray(array).tobytes())
-    elif value is None or isinstance(value, bool | int | float | complex):
-        hasher.update(f"{type(value).__name__} {value!r};".encode())
-    else:
-        hasher.update(f"{type(value).__qualname__};".encode())

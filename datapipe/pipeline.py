@@ -153,7 +153,7 @@ class Pipeline:
     # -- functions -----------------------------------------------------------------------------
 
     def map(self, fn: Callable[[Any], Any], *, version: str) -> Pipeline:
-        """`fn(example)` for each example: a record as bytes, or a dict of its columns.
+        """`fn(example)` for each example: a record as bytes, a dict of its columns, or a tree.
 
         Change `version` whenever `fn` changes what it returns.
         """

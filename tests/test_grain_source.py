@@ -352,6 +352,29 @@ def test_a_state_of_another_dataset_is_refused(other):
         iterator(OTHERS[other]()).set_state(state)
 
 
+def test_the_last_digits_of_what_is_computed_do_not_matter():
+    """Another processor has other ones."""
+
+    def iterator(fn):
+        return Pipeline(base().map(fn), batch_size=2, seed=0).iterator()
+
+    def computed(number, factor=1.0):
+        logs = np.log(np.arange(1, 200, dtype=np.float32) + number) * np.float32(factor)
+        return {"logs": logs, "mean": float(logs.mean()), "nan": np.array([np.nan, 1.0])}
+
+    def turned(number):
+        return {**computed(number), "logs": computed(number)["logs"][::-1]}
+
+    def negative(number):
+        return {**computed(number), "mean": -computed(number)["mean"]}
+
+    state = iterator(computed).get_state()
+    iterator(lambda number: computed(number, 1 + 2e-7)).set_state(state)
+    for other in (lambda number: computed(number, 1.01), turned, negative):
+        with pytest.raises(Mismatch, match=r"sources\.source\.sample"):
+            iterator(other).set_state(state)
+
+
 def test_a_state_of_other_files_beneath_the_chain_is_refused():
     one, other = (Pipeline(grain.MapDataset.source(_Ours(n)), batch_size=2, seed=0) for n in "ab")
     with pytest.raises(Mismatch, match=r"sources\.source\.fingerprint"):
@@ -368,3 +391,14 @@ def test_elements_that_chance_decides_are_refused():
     chain = base().map(lambda i: rng.random())
     with pytest.raises(Misuse, match=r"element 0 of .* is another one when it is read again"):
         Pipeline(chain, batch_size=2, seed=0).iterator()
+
+
+def test_worker_processes_serve_the_same():
+    pipe = Pipeline(CHAINS["shuffle_then_random"](), batch_size=3, seed=6)
+    with pipe.iterator(workers=1) as batches, pipe.iterator(prefetch=0) as wanted:
+        for _ in range(8):
+            same(next(batches), next(wanted))
+        state = batches.get_state()
+        assert state == wanted.get_state()
+        batches.set_state(state)
+        same(next(batches), next(wanted))
