@@ -13,6 +13,8 @@ def integer(name: str, value: object, first: int, last: int) -> int:
     Raises:
       Misuse: it is a bool, a float, or outside [first, last].
     """
+    if type(value) is int and first <= value <= last:
+        return value
     if isinstance(value, np.integer):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:

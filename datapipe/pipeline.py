@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from datapipe.ahead import Ahead, Pace
 from datapipe.batch import Recipe
 from datapipe.blocks import WINDOW, Blocks
-from datapipe.epochs import OrderedSource
+from datapipe.epochs import OrderedSource, varies
 from datapipe.examples import Examples, Segment
 from datapipe.faults import OnBadRecord, Tolerance
 from datapipe.grain_source import adapted
@@ -130,10 +130,10 @@ class Pipeline:
                 "pack: Concatenate is for all sources or none, since it follows the shuffle: give "
                 f"it for each of {', '.join(views)}"
             )
-        if self.skip_records and True in ordered:
+        if self.skip_records and (other := [name for name in views if varies(views[name])]):
             raise Misuse(
-                "skip_records with Concatenate: a row of another epoch is of other documents; take "
-                "Pack, or do without"
+                f"skip_records: an item of {other[0]} may be another one in another epoch, as with "
+                "Concatenate, or a shuffle in a chain of Grain: take Pack, or do without"
             )
         several = isinstance(self.source, Mapping)
         object.__setattr__(self, "source", views if several else views[_SINGLE])

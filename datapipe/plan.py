@@ -154,8 +154,10 @@ class Plan:
 
     def batches_left(self, next_example: int) -> int | None:
         """How many batches follow a position; None: without end."""
-        left = self._batches_after(next_example)
-        return None if self.order.epochs is None else left
+        if self.order.epochs is None:
+            self._position(next_example)
+            return None
+        return self._batches_after(next_example)
 
     def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
         """The examples of each of the next batches, in order; fewer batches at the end."""
@@ -174,11 +176,10 @@ class Plan:
         integer("batches", batches, 0, LIMIT)
         if batches == 0:
             return next_example
-        left = self._batches_after(next_example)
-        if left == 0:
+        batches = self._at_most(next_example, batches)
+        if batches == 0:
             return next_example
-        last = min(batches, left) - 1
-        ((_, stop),) = self._bounds(next_example, last, last + 1)
+        ((_, stop),) = self._bounds(next_example, batches - 1, batches)
         return self._ranks.at(stop - 1) + 1
 
     def locate(self, examples: NDArray[np.int64]) -> Located:
@@ -290,8 +291,11 @@ class Plan:
         (stream,), (skips,), (left,) = self.order.streams, self.skips, self._left
         return Borders(stream, skips, left, self.batch_size, short, self.order.epochs)
 
-    def _batches_after(self, next_example: int) -> int:
+    def _position(self, next_example: int) -> None:
         integer("an example", next_example, 0, self.end)
+
+    def _batches_after(self, next_example: int) -> int:
+        self._position(next_example)
         if self._borders is None:
             return (self._ranks.rank(self.end) - self._ranks.rank(next_example)) // self.batch_size
         if next_example == self.end:
@@ -299,10 +303,25 @@ class Plan:
         epoch, rest = self._rest(self._borders, next_example)
         return rest + self._borders.before(self._borders.last_epoch) - self._borders.before(epoch)
 
+    def _at_most(self, next_example: int, wanted: int) -> int:
+        """So many batches, or as many as there are after a position."""
+        if self._borders is None:
+            self._position(next_example)
+            # Far from the end it need not be known how much is left out until there.
+            needed = self._ranks.rank(next_example) + wanted * self.batch_size
+            if needed <= self._floor:
+                return wanted
+        return min(wanted, self._batches_after(next_example))
+
+    @cached_property
+    def _floor(self) -> int:
+        """There are so many examples that are left, or more."""
+        return self._ranks.floor(self.end)
+
     def _bounds(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The ranks of batches first..stop-1 after a position, cut at the end of the plan."""
-        left = self._batches_after(next_example)
-        first, stop = min(first, left), min(stop, left)
+        stop = self._at_most(next_example, stop)
+        first = min(first, stop)
         base, size = self._ranks.rank(next_example), self.batch_size
         if self._borders is None:
             return [(base + i * size, base + (i + 1) * size) for i in range(first, stop)]
@@ -312,9 +331,9 @@ class Plan:
         """The same as few ranges: a batch that follows another one stands in one with it."""
         if self._borders is not None:
             return _united(self._bounds(next_example, first, stop))
-        left = self._batches_after(next_example)
+        stop = self._at_most(next_example, stop)
         base, size = self._ranks.rank(next_example), self.batch_size
-        return [(base + min(first, left) * size, base + min(stop, left) * size)]
+        return [(base + min(first, stop) * size, base + stop * size)]
 
     def _bound(self, borders: Borders, next_example: int, base: int, batch: int) -> tuple[int, int]:
         epoch, rest = self._rest(borders, next_example)
@@ -337,7 +356,7 @@ class Plan:
         rank, borders = self._ranks.rank(example), self._borders
         if borders is None:
             batch = rank // self.batch_size
-            return batch if batch < self._batches_after(0) else None
+            return batch if batch < self._at_most(0, batch + 1) else None
         epoch = borders.stream.epoch_of(example)
         inside = (rank - borders.rank(epoch)) // self.batch_size
         batch = borders.before(epoch) + inside

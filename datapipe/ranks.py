@@ -38,6 +38,11 @@ class Ranks:
         ordinals = self.order.ordinals(example)
         return sum(left.rank(ordinal) for left, ordinal in zip(self.left, ordinals, strict=True))
 
+    def floor(self, example: int) -> int:
+        """A lower bound of `rank`, from what is at hand."""
+        ordinals = self.order.ordinals(example)
+        return sum(left.floor(ordinal) for left, ordinal in zip(self.left, ordinals, strict=True))
+
     def at(self, rank: int) -> int:
         """The example of a rank, of which there is one."""
         if self._is_single:

@@ -22,6 +22,10 @@ class LeftOut(Protocol):
         """How many numbers in [0, number) are left."""
         ...
 
+    def floor(self, number: int) -> int:
+        """A lower bound of `rank`, from what is at hand."""
+        ...
+
     def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers that have these ranks: the inverse of `rank`; int64, same shape."""
         ...
@@ -54,22 +58,18 @@ class Skips:
         Raises:
           Misuse: a bound is no integer in [0, 2^62], or a range ends before it starts.
         """
-        pairs: list[tuple[int, int]] = []
-        for given in ranges:
-            start, stop = _range(given)
-            if start < stop:
-                pairs.append((start, stop))
+        return Skips().union(ranges)
+
+    def union(self, ranges: Iterable[tuple[int, int]]) -> Skips:
+        """These and `ranges` together; see `of`."""
+        pairs = [pair for pair in map(_range, ranges) if pair[0] < pair[1]]
         merged: list[tuple[int, int]] = []
-        for start, stop in sorted(pairs):
+        for start, stop in sorted([*self.ranges, *pairs]):
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
             else:
                 merged.append((start, stop))
         return Skips(tuple(merged))
-
-    def union(self, ranges: Iterable[tuple[int, int]]) -> Skips:
-        """These and `ranges` together."""
-        return Skips.of([*self.ranges, *ranges])
 
     def rank(self, number: int) -> int:
         """See `LeftOut.rank`."""
@@ -80,6 +80,10 @@ class Skips:
             return number
         start, stop = self.ranges[index - 1]
         return number - int(self._before[index - 1]) - (min(stop, number) - start)
+
+    def floor(self, number: int) -> int:
+        """See `LeftOut.floor`: the rank itself."""
+        return self.rank(number)
 
     def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `LeftOut.at`."""

@@ -24,7 +24,7 @@ from formats.errors import Misuse, OutOfRange
 Batch: TypeAlias = "list[Any] | dict[str, np.ndarray | list[Any]]"
 T = TypeVar("T")
 
-BLOCK: Final = 4096
+BLOCK: Final = 16_384
 """Records of a block where the files have none of their own."""
 
 
@@ -115,7 +115,7 @@ class Source(abc.ABC):
         """How the records lie together: int64[blocks + 1], from 0 to the number of records.
 
         For `shuffle="blocks"`, which reads a few blocks at a time. Records that are added behind
-        the others leave those bounds where they are. By default there is one every 4,096 records.
+        the others leave those bounds where they are. By default there is one every 16,384 records.
         """
         return fixed_blocks(len(self))
 

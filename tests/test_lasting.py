@@ -6,12 +6,13 @@ import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import grain
 import numpy as np
 import pytest
 from document_source import Documents
 from memory_source import Records, number
 
-from datapipe import Concatenate, Mismatch, Pipeline
+from datapipe import Concatenate, Kept, Mismatch, Pipeline
 from datapipe import lasting as lasting_module
 from datapipe.examples import Examples, Segment
 from datapipe.lasting import Lasting
@@ -76,10 +77,17 @@ def test_states_of_both_ways_are_told_apart():
         lasts.set_state(comes_back.get_state())
 
 
-def test_rows_that_the_epoch_decides_do_not_last():
-    pack = Concatenate(4, lengths="length")
-    with pytest.raises(Misuse, match="skip_records with Concatenate"):
-        made(source=Documents([3] * 40), pack=pack)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"source": Documents([3] * 40), "pack": Concatenate(4, lengths="length")},
+        {"source": grain.MapDataset.range(33).shuffle(seed=1)},
+        {"source": grain.MapDataset.range(33).shuffle(seed=1), "filter": Kept.of_ids(range(9), 33)},
+    ],
+)
+def test_what_the_epoch_decides_does_not_last(options):
+    with pytest.raises(Misuse, match="skip_records: an item of source may be another one"):
+        made(**options)
 
 
 def test_all_records_skipped_is_the_end():

@@ -149,6 +149,24 @@ def packing(
         packs.show(padding, cost, console())
 
 
+def seek(
+    rounds: Annotated[int, typer.Option(min=1, help="Of each case.")] = 21,
+    as_json: AsJson = False,
+) -> None:
+    """How long it takes to go to an example far into a run and to know its batch.
+
+    Exit codes: 0 done, 1 data was read, or it was another batch, 2 wrong use.
+    """
+    from tools.bench import seek as seeking  # Grain brings JAX, which others set up first
+
+    with _failures():
+        results = [seeking.measure(case, rounds) for case in seeking.CASES]
+    if as_json:
+        typer.echo(json.dumps(seeking.to_json(results), indent=1))
+    else:
+        seeking.show(results, console())
+
+
 @contextlib.contextmanager
 def _place(directory: Path | None) -> Iterator[Path]:
     """A directory of our own, removed at the end, also when we are told to stop."""
