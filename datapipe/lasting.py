@@ -65,7 +65,7 @@ class Lasting:
                 f"{count}: leave them out with a filter"
             )
         self._skips = skips
-        self._tables: dict[int, NDArray[np.int64]] = {}
+        self._tables: dict[int, _Table] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
