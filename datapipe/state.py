@@ -137,7 +137,7 @@ def identity(
             **({"skips": "records"} if plan.skip_records else {}),
         },
         "sources": [
-            [name, {**condensed(found), **_cuts(order, number)}]
+            [name, {**condensed(found, len(fingerprints)), **_cuts(order, number)}]
             for number, (name, found) in enumerate(fingerprints.items())
         ],
         "transforms": list(transforms),
@@ -174,8 +174,9 @@ def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     before, now = dict(saved["sources"]), dict(mine["sources"])
     _compare(lines, "sources", [*before], [*now])
     for source in sorted({*before} & {*now}):
-        for name in sorted({*before[source], *now[source]}):
-            there, here = before[source].get(name), now[source].get(name)
+        # What had no room on one side is in the digest.
+        for name in sorted({*before[source]} & {*now[source]}):
+            there, here = before[source][name], now[source][name]
             _compare(lines, f"sources.{source}.{name}", there, here)
     old, new = saved["segments"][-1], mine["segments"][-1]
     for name in ("items", "counts"):
@@ -202,14 +203,17 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def condensed(fingerprint: Mapping[str, object]) -> JSON:
-    """A fingerprint of any length as a digest and as many of its short fields as have room."""
+def condensed(fingerprint: Mapping[str, object], sources: int = 1) -> JSON:
+    """A fingerprint of any length as a digest and as many of its short fields as have room.
+
+    So many sources share the room.
+    """
     try:
         text = json.dumps(fingerprint, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise Misuse(f"the fingerprint of the source is no JSON value: {error}") from error
     found: JSON = {"fingerprint": hashlib.sha256(text.encode()).hexdigest()[:32]}
-    room = _DETAILS_BYTES
+    room = _DETAILS_BYTES // sources
     for name in sorted(fingerprint):
         value = fingerprint[name]
         length = len(json.dumps([name, value]))
