@@ -81,6 +81,36 @@ def test_served_as_it_stands_it_is_grains_own_order_through_the_epochs(name, win
         same(one, other)
 
 
+LINKS = [
+    lambda d, n: d.shuffle(seed=n),
+    lambda d, n: d.seed(n).random_map(lambda value, rng: value + int(rng.integers(0, 1000))),
+    lambda d, n: d[n % 2 :: 1 + n % 3],
+    lambda d, n: d.map(lambda value: value + n),
+    lambda d, n: d.map_with_index(lambda index, value: value * 3 + index),
+    lambda d, n: grain.MapDataset.mix([d, grain.MapDataset.range(5)], [0.5, 0.5]),
+    lambda d, n: grain.MapDataset.concatenate([d, grain.MapDataset.source([7, 7, 8])]),
+    lambda d, n: d.repeat(2),
+]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    count=st.integers(8, 20),
+    links=st.lists(st.tuples(st.sampled_from(LINKS), st.integers(0, 99)), max_size=4),
+    batch_size=st.integers(1, 2),
+    window=st.sampled_from([1, 8]),
+)
+def test_any_chain_is_read_in_batches_as_one_by_one(count, links, batch_size, window):
+    dataset = grain.MapDataset.source(list(range(count)))
+    for link, number in links:
+        if len(dataset) >= 8:
+            dataset = link(dataset, number)
+    pipe = Pipeline(dataset, batch_size=batch_size, seed=0, shuffle=False, epochs=3)
+    found = np.concatenate(list(pipe.iterator(prefetch=0, window=window)))
+    assert found.tolist() == [dataset[index] for index in range(found.size)]
+    assert found.size >= 3 * len(dataset) - batch_size
+
+
 @pytest.mark.parametrize("name", ["map", "shuffle_then_random", "mix", "slice_of_endless"])
 def test_shuffled_by_the_pipeline_every_element_is_in_every_epoch(name):
     dataset = CHAINS[name]()
