@@ -120,10 +120,10 @@ class Pipeline:
             raise Misuse(f"shuffle_window is for shuffle='blocks', here it is {self.shuffle!r}")
         views = staged(given, filter, pack)
         for number, (name, view) in enumerate(views.items()):
+            _must_be_a_source(name, view)
             if isinstance(view, OrderedSource):
                 seed = integer("seed", self.seed, 0, (1 << 64) - 1)
                 views[name] = view.shuffled(self._order, seed, number, self._window)
-            _must_be_a_source(name, view)
         ordered = {isinstance(view, OrderedSource) for view in views.values()}
         if self.shuffle and len(ordered) > 1:
             raise Misuse(

@@ -174,9 +174,11 @@ def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     before, now = dict(saved["sources"]), dict(mine["sources"])
     _compare(lines, "sources", [*before], [*now])
     for source in sorted({*before} & {*now}):
-        # What had no room on one side is in the digest.
-        for name in sorted({*before[source]} & {*now[source]}):
-            there, here = before[source][name], now[source][name]
+        fields = {*before[source]} | {*now[source]}
+        if len(before) != len(now):  # where there is less room for each, some are left out
+            fields = {*before[source]} & {*now[source]}
+        for name in sorted(fields):
+            there, here = before[source].get(name), now[source].get(name)
             _compare(lines, f"sources.{source}.{name}", there, here)
     old, new = saved["segments"][-1], mine["segments"][-1]
     for name in ("items", "counts"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memory_source import Records, number
 
 import formats.parquet as formats_parquet
-from datapipe import Concatenate, Mismatch, Pack, Pipeline, Where
+from datapipe import Concatenate, Mismatch, NotFound, Pack, Pipeline, Where
 from datapipe import blocks as blocks_module
 from datapipe.blocks import VERSION, WINDOW, BlockOrder, Blocks
 from datapipe.examples import Examples, Segment
@@ -300,6 +300,12 @@ def test_documents_laid_end_to_end_in_the_order_of_blocks():
     label = pipe.identity["sources"][0][1]["fingerprint"]
     other = Pipeline(source, **OPTIONS, pack=Concatenate(10, lengths="length"))
     assert other.identity["sources"][0][1]["fingerprint"] != label
+
+
+def test_a_filter_that_leaves_nothing_is_told():
+    for pack in (None, Pack(6, lengths="length"), Concatenate(6, lengths="length")):
+        with pytest.raises(NotFound, match="check its pattern and its filters"):
+            Pipeline(Documents([3] * 50), **OPTIONS, filter=Where("score", ">", 9), pack=pack)
 
 
 # -- Parquet ---------------------------------------------------------------------------------------

@@ -173,6 +173,16 @@ def test_far_away_in_a_mixture(monkeypatch):
     assert plan._ranks.rank(int(last[0])) == plan._ranks.rank(10**15) + 256 * 10**5
 
 
+@pytest.mark.parametrize("shuffle", ["global", "blocks"])
+def test_a_plan_that_was_used_goes_to_another_process(shuffle):
+    plan = made(shuffle=shuffle, remainder="keep").plan.skipping([(3, 9), (40, 44)])
+    wanted = plan.rows(range(plan.batch_count))
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan
+    assert [each.tolist() for each in again.rows(range(28))] == [each.tolist() for each in wanted]
+    assert plan.unskipped() != plan
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 

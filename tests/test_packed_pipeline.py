@@ -34,7 +34,7 @@ def rows_of(source, pipe_seed, filter_least, pack, epochs, *, number=0, shuffle=
         if isinstance(pack, Pack):
             rows = packed_by_hand(lengths, pack.capacity, pack.window, pack.strategy)
             keys = {"seed": pipe_seed, "epoch": epoch, "stream": number}
-            if shuffle:
+            if shuffle and rows:
                 rows = [rows[i] for i in Permutation(len(rows), **keys)(np.arange(len(rows)))]
         else:
             order = np.arange(len(kept))
