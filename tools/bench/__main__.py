@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from tools.bench.asking import WorkerFailedError, WrongValuesError, progress
 from tools.bench.cases import NAMES, cases_of
-from tools.bench.commands import interference, outage, packing, permute, restart, seek, stop
+from tools.bench.commands import interference, outage, packing, permute, pipeline, restart, seek, stop
 from tools.bench.conformance import conformance
 from tools.bench.pairs import Plan
 from tools.bench.sides import ORBAX, OURS, PEERS, PLAIN_ORBAX
@@ -128,7 +128,7 @@ def damage(
         raise typer.Exit(1)
 
 
-for command in (interference, restart, outage, permute, packing, seek, conformance):
+for command in (interference, restart, outage, permute, pipeline, packing, seek, conformance):
     app.command()(command)
 
 

@@ -4,6 +4,7 @@ fast after a kill, and what an outage of the store does; and commands that measu
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -25,6 +26,8 @@ Directory = Annotated[
     Path | None, typer.Option("--dir", help="Where to write; default: a temporary directory.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+_PIPELINES = ("records", "rows", "tokens", "workers")
+_PIPELINE_BYTES = 2 << 30
 Scale = Annotated[float, typer.Option(min=1e-4, help="Of bytes.")]
 
 
@@ -165,6 +168,41 @@ def seek(
         typer.echo(json.dumps(seeking.to_json(results), indent=1))
     else:
         seeking.show(results, console())
+
+
+def pipeline(
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(_PIPELINES)}; may be given again."),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1)] = 5,
+    peers: Annotated[bool, typer.Option("--peers", help="Hugging Face datasets, too.")] = False,
+    scale: Annotated[float, typer.Option(min=1e-4, help="Of records and batches.")] = 1.0,
+    as_json: AsJson = False,
+    directory: Directory = None,
+) -> None:
+    """Batches a second from the same files: ours, Grain, bare readers.
+
+    Exit codes: 0 done, 1 a side served something else, 2 wrong use.
+    """
+    from tools.bench import pipeline as pipelines  # Grain brings JAX, which others set up first
+
+    names = case or list(_PIPELINES)
+    for name in names:
+        if name not in _PIPELINES:
+            raise typer.BadParameter(f"wanted one of {', '.join(_PIPELINES)}, found {name!r}")
+    if peers and importlib.util.find_spec("datasets") is None:
+        raise typer.BadParameter("--peers needs pip install -e '.[peers]'")
+    with _place(directory) as place, _failures():
+        _must_fit(place, round(scale * _PIPELINE_BYTES))
+        results = []
+        for name in names:
+            found = pipelines.case_of(name, place, scale, peers=peers)
+            results.append(pipelines.measure(found, pairs, progress))
+    if as_json:
+        typer.echo(json.dumps(pipelines.to_json(results), indent=1))
+    else:
+        pipelines.show(results, console())
 
 
 @contextlib.contextmanager

@@ -25,6 +25,9 @@ _PACKAGES = (
     "grain",
     "torch",
     "safetensors",
+    "array_record",
+    "pyarrow",
+    "datasets",
 )
 
 
