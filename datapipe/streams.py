@@ -24,7 +24,7 @@ Shuffle = Literal["global", "blocks", "grain", "none"]
 SHUFFLES: Final = ("global", "blocks", "grain", "none")
 
 
-_BLOCK: Final = 1 << 14  # positions that are worked out together: few at a time cost a multiple
+_BLOCK: Final = 1 << 15  # positions that are worked out together: few at a time cost a multiple
 _FEW: Final = 32
 _SPARSE: Final = 4  # positions of a stretch for each one that is asked for
 
@@ -207,7 +207,7 @@ def _order(shuffle: Shuffle, items: int, seed: int, epoch: int, number: int) -> 
     return Permutation(items, seed=seed, epoch=epoch, stream=number)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=64)
 def _block(
     shuffle: Shuffle, items: int, seed: int, epoch: int, number: int, block: int
 ) -> NDArray[np.int64]:

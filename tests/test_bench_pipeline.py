@@ -34,7 +34,8 @@ def test_every_figure_is_reported(tmp_path: Path) -> None:
     assert "lastgood / numpy, mapped, a gather a batch" in tokens["ratios"]
     for case in (records, rows, tokens):
         assert case["window_bytes"] == 8 * 256 * 1024
-        figures = (*case["batches_per_s"].values(), *case["ratios"].values())
+        names = ("batches_per_s", "ratios", "cpu_s", "cpu_ratios")
+        figures = [figure for name in names for figure in case[name].values()]
         for figure in (*figures, case["planning_share"]):
             assert 0 < figure["least"] <= figure["median"] <= figure["greatest"]
     assert not list(tmp_path.iterdir())
@@ -64,13 +65,15 @@ def test_the_table_tells_ratios_memory_and_planning() -> None:
     sides = (_side("lastgood", 1, []), _side("grain", 1, []))
     case = pipeline.Case("records", "some files", 256, sides, 10)
     rates = {"lastgood": (200.0, 300.0), "grain": (10.0, 20.0)}
+    cpu_s = {"lastgood": (0.001, 0.002), "grain": (0.03, 0.04)}
     text = io.StringIO()
     share = pipeline.Spread(0.015, 0.01, 0.02)
-    results = [pipeline.Result(case, rates, share, 3 << 20)]
+    results = [pipeline.Result(case, rates, cpu_s, share, 3 << 20)]
     pipeline.show(results, Console(file=text, width=WIDTH))
     printed = text.getvalue()
     assert "lastgood / this" in printed
     assert "17.5 (15..20)" in printed
+    assert "25 (20..30)" in printed
     assert "a window holds 3 MiB of records; planning takes 1.5 % of reading" in printed
 
 

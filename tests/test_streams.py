@@ -17,7 +17,7 @@ from datapipe.streams import Stream, Stretch
     number=st.integers(0, 2),
     shuffle=st.sampled_from(["global", "none"]),
     start=st.floats(0, 1),
-    count=st.integers(0, 20_000),
+    count=st.integers(0, 40_000),
     step=st.integers(1, 6),
     mixed=st.booleans(),
 )
@@ -49,6 +49,6 @@ def test_neighbouring_batches_are_worked_out_once(monkeypatch):
 
     monkeypatch.setattr(Permutation, "__call__", counted)
     stream = Stream((Stretch(0, 0, 100_003),), 1_234_567, "global")
-    for batch in range(200):
+    for batch in range(400):
         stream.place(np.arange(100 * batch, 100 * (batch + 1)))
     assert sizes == [streams._BLOCK] * 2

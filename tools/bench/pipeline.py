@@ -1,4 +1,8 @@
-"""Batches a second of whole pipelines: ours, others, and what can be done by hand."""
+"""Batches a second of whole pipelines: ours, others, and what can be done by hand.
+
+Beside the time that passes stands that of the processor, of all threads: on a machine with other
+work whoever has more threads gets more of it, and only the latter can be compared.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +54,24 @@ class Case:
 class Result:
     """Batches a second, for each side one figure a pair, pairs in the same order.
 
+    cpu_s: time of the processor for a batch, likewise; that of workers is not in it.
     planning_share: time of planning by that of reading, both by themselves; None: not measured.
     window_bytes: of records that our iterator holds at a time, for what is ahead of the trainer.
     """
 
     case: Case
     rates: dict[str, tuple[float, ...]]
+    cpu_s: dict[str, tuple[float, ...]]
     planning_share: Spread | None
     window_bytes: int
 
     def ratio(self, side: str) -> Spread:
         """Of our rate to that of a side."""
         return Spread.of_ratios(self.rates[self.case.sides[0].name], self.rates[side])
+
+    def cpu_ratio(self, side: str) -> Spread:
+        """Of the processor time of a side to ours."""
+        return Spread.of_ratios(self.cpu_s[side], self.cpu_s[self.case.sides[0].name])
 
     def to_json(self) -> dict[str, Any]:
         first, *others = self.rates
@@ -71,6 +81,8 @@ class Result:
             "about": self.case.about,
             "batch_size": self.case.batch_size,
             "batches_per_s": {side: Spread.of(each).to_json() for side, each in self.rates.items()},
+            "cpu_s": {side: Spread.of(each).to_json() for side, each in self.cpu_s.items()},
+            "cpu_ratios": {f"{x} / {first}": self.cpu_ratio(x).to_json() for x in others},
             "ratios": {f"{first} / {side}": self.ratio(side).to_json() for side in others},
             "planning_share": None if share is None else share.to_json(),
             "window_bytes": self.window_bytes,
@@ -106,9 +118,10 @@ def _records(directory: Path, records: int, batches: int, peers: bool) -> Case:
 
 
 def _rows(directory: Path, records: int, batches: int, peers: bool) -> Case:
-    sides.write_rows(directory / "rows.parquet", records)
+    path = directory / "rows.parquet"
+    sides.write_rows(path, records)
     cache = directory / "cache"
-    source = formats.open_source(directory / "*.parquet", cache=cache)
+    source = formats.open_source(path, cache=cache)
     (mapped,) = cache.rglob("*.arrow")
     pipe = Pipeline(source, batch_size=BATCH_SIZE, seed=sides.SEED)
     found = [
@@ -118,8 +131,8 @@ def _rows(directory: Path, records: int, batches: int, peers: bool) -> Case:
     ]
     if peers:
         found += [
-            sides.of_datasets("datasets", mapped, BATCH_SIZE, None),
-            sides.of_datasets("datasets, as arrow", mapped, BATCH_SIZE, "arrow"),
+            sides.of_datasets("datasets", path, BATCH_SIZE, None),
+            sides.of_datasets("datasets, as arrow", path, BATCH_SIZE, "arrow"),
         ]
     about = f"Parquet through the cache, {len(source):,} rows of 1 KiB"
     return Case("rows", about, BATCH_SIZE, tuple(found), batches, pipe)
@@ -171,24 +184,28 @@ def measure(case: Case, pairs: int, tell: Callable[[str], None] = lambda text: N
       WrongValuesError: a batch has another number of rows.
     """
     rates: dict[str, list[float]] = {side.name: [] for side in case.sides}
+    cpu_s: dict[str, list[float]] = {side.name: [] for side in case.sides}
     for pair in range(pairs):
         first = pair % len(case.sides)
         for side in (*case.sides[first:], *case.sides[:first]):
             tell(f"{case.name}: pair {pair + 1} of {pairs}: {side.name}")
-            rates[side.name].append(_rate(side, case))
+            rate, cpu = _rate(side, case)
+            rates[side.name].append(rate)
+            cpu_s[side.name].append(cpu)
     shares = []
     if case.planning is not None:
         shares = [_planning_share(case.planning, case.batches) for _ in range(pairs)]
     return Result(
         case,
         {name: tuple(each) for name, each in rates.items()},
+        {name: tuple(each) for name, each in cpu_s.items()},
         Spread.of(shares) if shares else None,
         Pace().window * case.batch_size * sides.RECORD_BYTES,
     )
 
 
-def _rate(side: Side, case: Case) -> float:
-    """Batches a second, of a side that has just been started.
+def _rate(side: Side, case: Case) -> tuple[float, float]:
+    """Batches a second, and seconds of the processor for a batch, of a side that has just been started.
 
     What its threads have made of later ones by the time the first one is there is a present: at
     most a batch for each thread, a tenth for Grain's defaults and a percent for us.
@@ -196,16 +213,16 @@ def _rate(side: Side, case: Case) -> float:
     count = max(4, round(case.batches * side.part))
     with side.open() as make:
         found = _size(make())
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
             batch = make()
-        taken = time.perf_counter() - begun
+        taken, cpu = time.perf_counter() - begun, time.process_time() - cpu
     if {found, _size(batch)} != {case.batch_size}:
         raise WrongValuesError(
             f"{side.name}, {case.name}: wanted batches of {case.batch_size}, "
             f"found {found} and {_size(batch)}"
         )
-    return count / taken
+    return count / taken, cpu / count
 
 
 def _size(batch: Any) -> int:
@@ -250,15 +267,18 @@ def show(results: Sequence[Result], console: Console) -> None:
         )
         first = case.sides[0].name
         table = Table()
-        for heading in ("", "batches/s", f"{first} / this"):
+        for heading in ("", "batches/s", f"{first} / this", "CPU ms a batch", "this / ours, CPU"):
             table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
         for side, rates in result.rates.items():
             spread = Spread.of(rates)
             ratio = "" if side == first else times(result.ratio(side))
+            cpu_ratio = "" if side == first else times(result.cpu_ratio(side))
             table.add_row(
                 side,
                 f"{spread.median:,.0f} ({spread.least:,.0f} to {spread.greatest:,.0f})",
                 ratio,
+                f"{1e3 * Spread.of(result.cpu_s[side]).median:.3g}",
+                cpu_ratio,
             )
         console.print(table)
         text = f"a window holds {result.window_bytes / 2**20:.2g} MiB of records"

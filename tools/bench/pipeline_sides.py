@@ -146,10 +146,13 @@ def of_grain(
 
 
 def of_datasets(name: str, path: Path, batch_size: int, form: str | None) -> Side:
-    """Hugging Face datasets on the mapped Arrow file that our cache has made."""
+    """Hugging Face datasets on a Parquet file, through the mapped Arrow file that it makes of it."""
     import datasets
 
-    data = datasets.Dataset.from_file(str(path)).shuffle(seed=SEED).with_format(form)
+    datasets.disable_progress_bars()
+    cache = str(path.parent / "datasets")
+    whole = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=False)
+    data = whole.shuffle(seed=SEED, keep_in_memory=True).with_format(form)
 
     @contextlib.contextmanager
     def opened() -> Iterator[Next]:
