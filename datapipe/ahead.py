@@ -179,7 +179,7 @@ class Ahead:
         coming = self._queue[0]
         placed = coming.placed
         made = _placed(coming, self._feed) if placed is None else placed.result()
-        new = tuple(fault for fault in made.faults if fault.pair not in self._replaced)
+        new = made.faults and tuple(f for f in made.faults if f.pair not in self._replaced)
         limit = self._recipe.tolerance.limit
         if new and len(self._replaced) + len(new) > limit:
             raise too_many(len(self._replaced), new, limit)

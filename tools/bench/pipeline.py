@@ -122,11 +122,9 @@ def _rows(directory: Path, records: int, batches: int, peers: bool) -> Case:
     sides.write_rows(path, records)
     cache = directory / "cache"
     source = formats.open_source(path, cache=cache)
-    (mapped,) = cache.rglob("*.arrow")
     pipe = Pipeline(source, batch_size=BATCH_SIZE, seed=sides.SEED)
     found = [
         sides.ours(OURS, pipe),
-        sides.bare_rows("arrow, mapped, take", mapped, BATCH_SIZE),
         sides.reads("our source, a read a batch", source, BATCH_SIZE),
     ]
     if peers:
@@ -205,9 +203,9 @@ def measure(case: Case, pairs: int, tell: Callable[[str], None] = lambda text: N
 
 
 def _rate(side: Side, case: Case) -> tuple[float, float]:
-    """Batches a second, and seconds of the processor for a batch, of a side that has just been started.
+    """Batches a second, and seconds of the processor for a batch.
 
-    What its threads have made of later ones by the time the first one is there is a present: at
+    The side has just been started. What its threads have made of later ones by the time the first one is there is a present: at
     most a batch for each thread, a tenth for Grain's defaults and a percent for us.
     """
     count = max(4, round(case.batches * side.part))

@@ -17,7 +17,6 @@ from typing import Any, Final
 import grain
 import numpy as np
 import pyarrow as pa
-import pyarrow.ipc
 import pyarrow.parquet as pq
 from array_record.python import array_record_module
 
@@ -90,12 +89,6 @@ def bare_records(name: str, directory: Path, batch_size: int) -> Side:
     return _drawn(name, int(starts[-1]), batch_size, read, part=0.25)
 
 
-def bare_rows(name: str, path: Path, batch_size: int) -> Side:
-    """`take` of Arrow from a mapped file."""
-    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    return _drawn(name, table.num_rows, batch_size, table.take)
-
-
 def bare_tokens(name: str, path: Path, batch_size: int) -> Side:
     """A gather of NumPy from a mapped file."""
     windows = np.memmap(path, np.uint16, "r").reshape(-1, WINDOW)
@@ -146,7 +139,7 @@ def of_grain(
 
 
 def of_datasets(name: str, path: Path, batch_size: int, form: str | None) -> Side:
-    """Hugging Face datasets on a Parquet file, through the mapped Arrow file that it makes of it."""
+    """Hugging Face datasets on a Parquet file, of which it makes an Arrow file that it maps."""
     import datasets
 
     datasets.disable_progress_bars()
