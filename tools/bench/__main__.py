@@ -17,7 +17,16 @@ from rich.progress import Progress
 
 from tools.bench.asking import WorkerFailedError, WrongValuesError, progress
 from tools.bench.cases import NAMES, cases_of
-from tools.bench.commands import interference, outage, packing, permute, pipeline, restart, seek, stop
+from tools.bench.commands import (
+    interference,
+    outage,
+    packing,
+    permute,
+    pipeline,
+    restart,
+    seek,
+    stop,
+)
 from tools.bench.conformance import conformance
 from tools.bench.pairs import Plan
 from tools.bench.sides import ORBAX, OURS, PEERS, PLAIN_ORBAX

@@ -205,8 +205,8 @@ def measure(case: Case, pairs: int, tell: Callable[[str], None] = lambda text: N
 def _rate(side: Side, case: Case) -> tuple[float, float]:
     """Batches a second, and seconds of the processor for a batch.
 
-    The side has just been started. What its threads have made of later ones by the time the first one is there is a present: at
-    most a batch for each thread, a tenth for Grain's defaults and a percent for us.
+    The side has just been started. What its threads have made of later ones by the time the first
+    one is there is a present: a tenth at most with Grain's defaults, a percent with ours.
     """
     count = max(4, round(case.batches * side.part))
     with side.open() as make:
