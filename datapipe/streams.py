@@ -25,6 +25,7 @@ SHUFFLES: Final = ("global", "blocks", "grain", "none")
 
 
 _BLOCK: Final = 1 << 15  # positions that are worked out together: few at a time cost a multiple
+_AHEAD: Final = 16  # at most so many for each one that is asked for, so that a seek stays fast
 _FEW: Final = 32
 _SPARSE: Final = 4  # positions of a stretch for each one that is asked for
 
@@ -122,11 +123,12 @@ class Stream:
         is_dense = _FEW <= size < _BLOCK and last - first < _SPARSE * size
         if not is_dense or self.shuffle == "blocks":
             return self.order_of(epoch)(positions)
+        block = min(_BLOCK, 1 << (_AHEAD * size).bit_length() - 1)
         order = (self.shuffle, self._of_epoch(epoch).items, self.seed, epoch, self.number)
-        first_block, stop_block = first // _BLOCK, last // _BLOCK + 1
-        blocks = [_block(*order, number) for number in range(first_block, stop_block)]
+        numbers = range(first // block, last // block + 1)
+        blocks = [_items(*order, number * block, (number + 1) * block) for number in numbers]
         items = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return items[positions - first_block * _BLOCK]
+        return items[positions - numbers.start * block]
 
     def positions(self, ordinals: NDArray[np.int64]) -> Placed:
         """Epoch of each ordinal, and its place in it (as `items`: that of the stored order)."""
@@ -208,11 +210,10 @@ def _order(shuffle: Shuffle, items: int, seed: int, epoch: int, number: int) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _block(
-    shuffle: Shuffle, items: int, seed: int, epoch: int, number: int, block: int
+def _items(
+    shuffle: Shuffle, items: int, seed: int, epoch: int, number: int, first: int, stop: int
 ) -> NDArray[np.int64]:
-    """The items at the positions of a block; kept for the batches that come next."""
-    positions = np.arange(block * _BLOCK, min(items, (block + 1) * _BLOCK))
-    found = _order(shuffle, items, seed, epoch, number)(positions)
+    """The items at these positions, as far as there are any; kept for the batches that follow."""
+    found = _order(shuffle, items, seed, epoch, number)(np.arange(first, min(items, stop)))
     found.flags.writeable = False
     return found

@@ -6,18 +6,18 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 
-from datapipe import streams
 from datapipe.permute import Permutation
 from datapipe.streams import Stream, Stretch
 
 
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     items=st.integers(1, 60_000),
     seed=st.integers(0, 5),
     number=st.integers(0, 2),
     shuffle=st.sampled_from(["global", "none"]),
     start=st.floats(0, 1),
-    count=st.integers(0, 40_000),
+    count=st.integers(0, 12_000),
     step=st.integers(1, 6),
     mixed=st.booleans(),
 )
@@ -51,4 +51,10 @@ def test_neighbouring_batches_are_worked_out_once(monkeypatch):
     stream = Stream((Stretch(0, 0, 100_003),), 1_234_567, "global")
     for batch in range(400):
         stream.place(np.arange(100 * batch, 100 * (batch + 1)))
-    assert sizes == [streams._BLOCK] * 2
+    assert sizes == [1024] * 40
+    for batch in range(40, 60):
+        stream.place(np.arange(1000 * batch, 1000 * (batch + 1)))
+    assert sizes[40:] == [8192] * 4  # from 32768 on
+    for batch in range(60, 90):
+        stream.place(np.array([1000 * batch]))
+    assert sizes[44:] == [1] * 30
