@@ -222,7 +222,7 @@ class Ahead:
         work = partial(window.batch, index)
         if not isinstance(window, Window):
             return _Coming(work, _nothing, partial(window.done, index), position)
-        if self._pace.prefetch == 0:
+        if self._pace.prefetch == 0 or window.is_at_hand(index):
             return _Coming(work, _nothing, _nothing, position)
         if self._makers is None:
             self._makers = ThreadPoolExecutor(self._pace.threads, "datapipe")

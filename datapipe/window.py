@@ -61,6 +61,12 @@ class Window:
         """The position when batch `index` is delivered."""
         return int(self._examples[index][-1]) + 1
 
+    def is_at_hand(self, index: int) -> bool:
+        """Whether batch `index` is read and needs no more work than a thread costs."""
+        if self._shares is None or self._shares[index][1] is None:
+            return False
+        return not (self._recipe.transforms or self._recipe.has_trees)
+
     def batch(self, index: int) -> Made:
         """Batch `index` of the window; to be asked for once, since its arrays are handed out.
 

@@ -189,6 +189,20 @@ def test_batches_of_a_window_do_not_share_rows():
     assert found == wanted
 
 
+def test_what_is_read_needs_no_thread():
+    pipe = Pipeline(Records(400), batch_size=8, seed=2, epochs=1)
+    mapped = pipe.map(bytes, version="1")
+    for each, in_threads in ((pipe, False), (mapped, True)):
+        with each.iterator(prefetch=1, window=8) as iterator:
+            for _ in range(7 + 8):  # windows of 1, 2, 4 and 8 batches
+                next(iterator)
+            ahead = iterator._ahead
+            next(iterator)  # the first of a window: it, and the next, may have been handed over
+            window = ahead._windows[0]
+            window.batch(0)
+            assert window.is_at_hand(1) is not in_threads
+
+
 def test_seeking_and_planning_read_nothing():
     source = Records(1000)
     pipe = Pipeline(source, batch_size=8, seed=2, epochs=40)
