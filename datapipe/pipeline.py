@@ -293,8 +293,9 @@ class Pipeline:
             each process reads only the rows that its devices hold, each of them once.
           prefetch: batches made ahead in threads; 0: each is made when it is asked for. With a
             sharding, at most two beyond the one delivered are on devices, or on the way there.
-          window: batches whose records are read by one call, sorted by place; that many batches
-            of raw records are held in memory. Grows from 1 after every change of position.
+          window: batches whose records are read by one call; that many batches of raw records are
+            held in memory, of which batches without functions are slices: one that is kept keeps
+            the window. Grows from 1 after every change of position.
           threads: batches made at a time; more than one needs functions that are thread-safe.
           workers: processes that make batches, for functions in Python that take long; 0: they
             are made in this one. Each has up to two windows of batches, in memory that it shares
