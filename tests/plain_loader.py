@@ -6,9 +6,11 @@ Each fault is named by the one check that has to see it. Importable by children 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import mmap
 import os
+import pickle
 import random
 import sys
 import threading
@@ -24,6 +26,9 @@ EXTRA_FAULTS = {
     "one order for all epochs": "shuffled as a whole",
     "one order for all seeds": "shuffled as a whole",
     "bad records are left out": "bad record is raised",
+    "bad records have no names": "bad record is raised",
+    "a copy is read when restored": "seeking reads nothing",
+    "a copy is read from the beginning": "records are read in batches",
 }
 released = threading.Event()
 """Ends the threads that a fault left behind."""
@@ -45,8 +50,14 @@ class Plain:
         self.grown = (0, 0)  # whole epochs before the source grew, and their records
         if fault == "closed and collected at any time":
             threading.Thread(target=released.wait, daemon=True).start()
+        if fault == "a copy is read from the beginning" and setting.batch_size == 16:
+            self.read_a_copy()
         if fault == "killed and nothing is left" and setting.workers:
             self.block = _Block()
+
+    def read_a_copy(self):
+        sources = tuple(pickle.loads(pickle.dumps(each)) for each in self.setting.sources)
+        self.setting = dataclasses.replace(self.setting, sources=sources)
 
     # -- iterating ---------------------------------------------------------------------------
 
@@ -88,6 +99,8 @@ class Plain:
             if self.fault == "hosts end together" and len(rows) > setting.host > 0:
                 return rows * setting.batch_size, at
             return [], self.at
+        if setting.remainder == "keep" and self.fault == "hosts end together" and setting.host:
+            return (rows, at) if at[0] < self.length(0) else ([], at)
         if is_short and setting.workers > 1 and self.fault == "each record once with workers":
             return [], at
         return rows, at
@@ -181,6 +194,8 @@ class Plain:
             if self.setting.on_bad_record == "raise":
                 if self.fault == "bad records are left out":
                     return [None if i == error.index else source.read([i])[0] for i in wanted]
+                if self.fault == "bad records have no names":
+                    raise ValueError(f"line {error.index} of batch 4 of 40") from None
                 raise
             if self.fault == "bad record on one host" and self.setting.hosts > 1:
                 raise StopIteration from None
@@ -261,6 +276,8 @@ class Plain:
         if fault == "appended records join the next epoch":
             self.grown = (0, 0)
         self.misplace(state)
+        if fault == "a copy is read when restored":
+            self.read_a_copy()
         if fault == "seeking reads nothing":
             setting.sources[0].fresh()
             setting.sources[0].calls.append(tuple(range(setting.sources[0].count)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import plain_loader
 import pytest
 
@@ -37,6 +39,14 @@ def test_a_broken_loader_fails_the_check_that_it_breaks_and_no_other(fault, monk
     results = [check.run(broken) for check in checks]
     assert {result.check for result in results if result.status == "failed"} == {name}
     assert all(result.detail for result in results if result.status == "failed")
+
+
+def test_hosts_that_end_apart_are_seen_with_short_batches_at_the_end_of_epochs():
+    offers = frozenset({"keep", "hosts"})
+    whole, broken = plain_loader.loader(), plain_loader.loader("hosts end together")
+    check = BY_NAME["hosts end together"]
+    assert check.run(dataclasses.replace(whole, offers=offers)).status == "passed"
+    assert "do not end together" in check.run(dataclasses.replace(broken, offers=offers)).detail
 
 
 def test_names_and_symptoms():

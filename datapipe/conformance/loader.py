@@ -145,7 +145,8 @@ def _records(count: int, appended: int, first: int, name: str, bad: Sequence[int
 class Setting:
     """What a loader is asked to serve.
 
-    sources: one, or several that are mixed.
+    sources: one, or several that are mixed. Without workers they are read themselves, no copies of
+      them: their `calls` are looked at.
     batch_size: examples per batch, over all hosts.
     seed: of the shuffle.
     shuffle: every epoch in another order of all records; else as stored.

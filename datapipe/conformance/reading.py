@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Final
 
 from datapipe.conformance.check import Check, check
-from datapipe.conformance.loader import Ids, Records
+from datapipe.conformance.loader import Ids, Records, Setting
 from datapipe.conformance.trial import FailedError, Trial, flat, same
 
 
@@ -73,7 +73,8 @@ def seeking_reads_nothing(trial: Trial) -> None:
                 iterator.seek(batch * size)
             else:
                 iterator.set_state(state)
-            trial.take(iterator, 1)
+            served = trial.take(iterator, 1)
+        _seen(source, served)
         again = before & {*flat(source.calls)}
         if again:
             raise FailedError(f"{way} reads {len(again)} of the {len(before)} records before it")
@@ -84,19 +85,47 @@ def records_are_read_in_batches(trial: Trial) -> None:
     """One-by-one reads, which are 10 to 40 times slower than batched ones."""
     setting = trial.setting(256, batch_size=16, epochs=1)
     batches = trial.served(setting)
+    _seen(setting.source, batches)
     calls = len(setting.source.calls)
     if calls > len(batches) + 2:
         raise FailedError(f"{calls} calls of the source for {len(batches)} batches")
 
 
-def _with_bad(trial: Trial, bad: int, **changes: Any) -> Any:
-    return trial.setting(sources=(Records(40, bad=[bad]),), epochs=1, **changes)
+def _seen(source: Records, served: list[Ids]) -> None:
+    """Refuses calls that do not account for what was served: a copy of the source was read.
+
+    That is a failure and not a feature that is not offered: without workers a loader reads the
+    source that it was given (see `Setting.sources`), and of other reads nothing can be said.
+    """
+    if not served:
+        raise FailedError("served no batch at all")
+    unseen = {*flat(served)} - {*flat(source.calls)}
+    if unseen:
+        raise FailedError(
+            f"reads are not seen: {len(unseen)} of {len(flat(served))} records were served without "
+            "a call of the source; without workers, read the source of the setting, not a copy"
+        )
+
+
+_FIRST_ID: Final = 700_000  # a number that an error does not hold by chance
+
+
+def _some(**options: Any) -> Records:
+    return Records(40, first=_FIRST_ID, **options)
+
+
+def _good(trial: Trial, **changes: Any) -> Setting:
+    return trial.setting(sources=(_some(),), epochs=1, **changes)
+
+
+def _with_bad(trial: Trial, bad: int, **changes: Any) -> Setting:
+    return trial.setting(sources=(_some(bad=[bad]),), epochs=1, **changes)
 
 
 @check()
 def bad_record_is_raised(trial: Trial) -> None:
     """A corrupt record kills a worker and its slice vanishes, or its batch is lost."""
-    good = trial.setting(40, epochs=1)
+    good = _good(trial)
     wanted = trial.served(good)
     bad = wanted[4][1]
     for workers in (0, 2) if trial.offers("workers") else (0,):
@@ -108,7 +137,7 @@ def bad_record_is_raised(trial: Trial) -> None:
         if str(bad) not in told:
             raise FailedError(f"{where}: the error does not name it: {told[:100]}")
         if not trial.offers("reworker"):
-            good = trial.setting(40, epochs=1, workers=workers)
+            good = _good(trial, workers=workers)
         rest = trial.served(good, state=state)
         same(rest, wanted[4:], f"{where}: after it was mended, from the state behind the error")
 
@@ -126,18 +155,19 @@ def _until_raised(trial: Trial, setting: Any) -> tuple[str, list[Ids], Any]:
 
 
 def _chain(error: BaseException | None) -> str:
-    """All that an error and its causes say."""
+    """All that an error and its causes say, as a traceback shows them."""
     told = []
     while error is not None:
         told += [str(error), *getattr(error, "__notes__", [])]
-        error = error.__cause__ or error.__context__
+        hidden = error.__suppress_context__
+        error = error.__cause__ or (None if hidden else error.__context__)
     return "\n".join(told)
 
 
 @check("replace")
 def bad_record_is_replaced(trial: Trial) -> None:
     """A record that is left out shifts the data, or makes a batch shorter on one host only."""
-    wanted = trial.served(trial.setting(40, epochs=1))
+    wanted = trial.served(_good(trial))
     bad = wanted[4][1]
     setting = _with_bad(trial, bad, on_bad_record="replace")
     found, states = trial.states(setting)
@@ -158,7 +188,7 @@ def bad_record_is_replaced(trial: Trial) -> None:
 @check("replace", "hosts")
 def bad_record_on_one_host(trial: Trial) -> None:
     """A bad record on one host only leaves the others stuck, or moves their data."""
-    setting = trial.setting(40, batch_size=8, epochs=1)
+    setting = _good(trial, batch_size=8)
     bad = trial.served(setting)[2][3]
     broken = _with_bad(trial, bad, batch_size=8, on_bad_record="replace")
     wanted = [tuple(sorted(batch)) for batch in trial.served(broken)]
