@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +106,8 @@ def places(sources: Sequence[Source], done: Readable) -> NDArray[np.int64]:
 def _read_source(source: Source, rows: Rows) -> Batch:
     ids = rows.ids(source)
     wanted, back = ids, None
-    if rows.size and rows.epochs[0] != rows.epochs[-1]:  # only then many are there twice
+    many_twice = bool(rows.size) and rows.epochs[0] != rows.epochs[-1]
+    if many_twice and not _has_trees(source):
         wanted, back = np.unique(ids, return_inverse=True)
     raw = by_epoch.read(source, wanted)
     lengths = {len(raw)} if isinstance(raw, list) else {len(column) for column in raw.values()}
@@ -117,15 +119,36 @@ def _read_source(source: Source, rows: Rows) -> Batch:
     return raw if back is None else _taken(raw, back)
 
 
+def _has_trees(source: Source) -> bool:
+    """Whether its examples have any form, so that only the source can make the same once more."""
+    spec = getattr(source, "spec", None)
+    return spec is not None and spec.trees
+
+
 def _taken(raw: Batch, at: NDArray[np.int64]) -> Batch:
+    """Each row its own: a function that works in place changes that one only."""
     if isinstance(raw, list):
-        return [raw[place] for place in at.tolist()]
+        return _each(raw, at)
     return {
-        name: column[at]
-        if isinstance(column, np.ndarray)
-        else [column[place] for place in at.tolist()]
+        name: column[at] if isinstance(column, np.ndarray) else _each(column, at)
         for name, column in raw.items()
     }
+
+
+def _each(values: list[Any], at: NDArray[np.int64]) -> list[Any]:
+    found = [values[place] for place in at.tolist()]
+    again = np.ones(at.size, np.bool_)
+    again[np.unique(at, return_index=True)[1]] = False
+    for row in np.flatnonzero(again).tolist():
+        found[row] = _copied(found[row])
+    return found
+
+
+def _copied(value: Any) -> Any:
+    copied = copy.deepcopy(value)
+    if isinstance(value, np.ndarray):
+        copied.flags.writeable = value.flags.writeable
+    return copied
 
 
 def _unreadable(source: Source, rows: Rows, error: Exception) -> Iterator[tuple[int, Exception]]:

@@ -109,9 +109,10 @@ class State:
                 f"data state: wanted items of {len(identity['sources'])} sources in the last "
                 f"segment, found {identity['segments'][-1]['items']}"
             )
+        count = len(identity["sources"])
         next_example = _integer(value["next_example"], "next_example", 0, LIMIT)
-        replaced = _replaced(value.get("replaced", []), len(identity["sources"]))
-        return State(next_example, _skips(value["skips"]), replaced, identity)
+        replaced = _replaced(value.get("replaced", []), count)
+        return State(next_example, _skips(value["skips"], count), replaced, identity)
 
 
 def identity(
@@ -250,7 +251,7 @@ def _list(value: object, where: str) -> list[Any]:
     return list(value)
 
 
-def _skips(value: object) -> tuple[tuple[int, int], ...]:
+def _skips(value: object, sources: int) -> tuple[tuple[int, int], ...]:
     numbers = _list(value, "skips")
     if len(numbers) % 2:
         raise Damaged(f"data state, skips: wanted pairs of gap and length, found {_short(value)}")
@@ -264,6 +265,11 @@ def _skips(value: object) -> tuple[tuple[int, int], ...]:
         last = start + length
         if start // LIMIT != (last - 1) // LIMIT:
             raise Damaged(f"data state, skips[{index}]: {start} to {last} is of two sources")
+        if start // LIMIT >= sources:
+            raise Damaged(
+                f"data state, skips[{index}]: wanted sources 0 to {sources - 1}, found source "
+                f"{start // LIMIT}"
+            )
         ranges.append((start, last))
     return tuple(ranges)
 
@@ -320,7 +326,13 @@ def _sources(value: object) -> list[Any]:
         parts = _list(pair, where)
         if len(parts) != 2 or not isinstance(parts[0], str) or parts[0] in found:
             raise Damaged(f"data state, {where}: wanted a new name and an object, found {pair!r}")
-        found[parts[0]] = _flat(parts[1], where)
+        source = _flat(parts[1], where)
+        if not isinstance(source.get("fingerprint"), str):
+            raise Damaged(
+                f"data state, {where}: wanted a text as fingerprint, found "
+                f"{_shown(source.get('fingerprint'))}"
+            )
+        found[parts[0]] = source
     return [[name, source] for name, source in found.items()]
 
 
