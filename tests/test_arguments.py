@@ -45,13 +45,22 @@ def test_keys_that_json_would_make_text_of_are_refused(
     for options, name in (
         ({"extra": value}, "extra"),
         ({"guard": value}, "guard"),
-        ({"data": Stream(value)}, r"data 'data': get_state\(\)"),
     ):
         with pytest.raises(ckpt.Misuse, match=rf"^{name}{place}: wanted text as keys, found "):
             manager.save(1, LIKE, **options)
     with pytest.raises(ckpt.Misuse, match=r"^guard"):
         manager.rewind(0, like=LIKE, guard=value)
     assert manager.all_steps() == [0]
+
+
+@pytest.mark.parametrize("key", [1, 1.5, True, None])
+def test_states_of_data_keep_such_keys(manager: Manager, key: Any) -> None:
+    value = {"a": [0, {"1": 2, key: 3}]}
+    manager.save(1, LIKE, data=Stream(value)).wait()
+    found = Stream({})
+    manager.restore(1, like=LIKE, data=found)
+    assert found.get_state() == value
+    assert [type(each) for each in found.get_state()["a"][1]] == [str, type(key)]
 
 
 def test_names_and_values_of_metrics_are_not_made_up(manager: Manager) -> None:
