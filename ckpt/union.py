@@ -29,6 +29,8 @@ def common_state(taken: Sequence[Mapping[str, Json]]) -> Json | None:
         return None
     if any(without(state, members[0]) != without(states[0], members[0]) for state in states):
         return None
+    if any(_depth([state[name] for state in states]) is None for name in members[0]):
+        return None
     found = {name: united([state[name] for state in states]) for name in members[0]}
     return {**states[0], **found}
 
@@ -44,6 +46,12 @@ def united(values: Sequence[Json]) -> list[Json]:
         places = itertools.zip_longest(*values, fillvalue=[])
         return [united(place) for place in places]
     return sorted({each for value in values for each in value})
+
+
+def _depth(values: Sequence[Json]) -> int | None:
+    """Of lists of integers 1, of lists of lists 2, which empty ones are as well; None: of both."""
+    deep = {isinstance(each, list) for value in values for each in value}
+    return None if len(deep) > 1 else 1 + any(deep)
 
 
 def can_be_united(value: Json) -> bool:

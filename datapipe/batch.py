@@ -66,7 +66,7 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, 
 
     Raises:
       BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`; what sources and
-        functions raise.
+        functions raise by no fault of a record, with a note that names it.
     """
     replacing = Replacing(recipe.sources, recipe.tolerance, known)
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
@@ -118,12 +118,17 @@ def _mapped(
         with cost.of("functions"):
             for row, goal in enumerate(left.tolist()):
                 raw = _record(reads[numbers[row]], at[row])
+                failed = None
                 try:
                     examples[goal] = _example(recipe.seed, transforms, rows, row, raw)
-                except _Failed as failed:
+                except _Failed as error:
+                    failed = error
+                if failed is not None:
                     what, reason = f"fails in .{transforms[failed.position].label}", failed.reason
-                    its_fault = failed.position < steady and is_of_a_record(reason)
-                    replacing.note(rows, row, what, reason, may_be_replaced=its_fault)
+                    if failed.position >= steady or not is_of_a_record(reason):
+                        reason.add_note(replacing.told(rows, row, what, reason))
+                        raise reason
+                    replacing.note(rows, row, what, reason)
                     bad.append(row)
         left, done = left[bad], None
     with cost.of("stacking"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe.epochs import varies
 from datapipe.indexes import Lengths
 from formats.errors import BadRecord, Mismatch, Misuse
 
@@ -44,6 +45,11 @@ class Documents:
         """
         if len(lengths) != len(source):
             raise Misuse(f"wanted lengths of {len(source)} documents, found {len(lengths)}")
+        if varies(source):
+            raise Misuse(
+                f"{type(source).__name__} has other items in every epoch, so that no index of "
+                "lengths is of them: pack the source beneath it"
+            )
         spec = getattr(source, "spec", None)
         if spec is None:
             raise Misuse(

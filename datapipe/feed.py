@@ -75,7 +75,7 @@ class Feed:
         shape = (self._batch_size, *local.shape[1:])
 
         def held(index: tuple[slice, ...] | None) -> NDArray[Any]:
-            return local[self._local(index or ())]
+            return local[self._local(index or (slice(None),))]
 
         try:
             return jax.make_array_from_callback(shape, self._sharding, held)

@@ -36,16 +36,19 @@ class Replacing:
         """Those that came up and were not known."""
         return tuple(self._found.values())
 
-    def note(
-        self, rows: Rows, row: int, what: str, reason: Exception, *, may_be_replaced: bool = True
-    ) -> None:
+    def told(self, rows: Rows, row: int, what: str, reason: Exception) -> str:
+        """What went wrong with a row by no fault of its record, in words."""
+        fault = self._fault(rows, row, what, reason)
+        return f"{fault}: mend the function, or leave it out with {_skip(fault.example)}"
+
+    def note(self, rows: Rows, row: int, what: str, reason: Exception) -> None:
         """The record of a row turns out to be bad.
 
         Raises:
           BadRecord: it is not to be replaced, or there are too many; caused by `reason`.
         """
         fault = self._fault(rows, row, what, reason)
-        if self._tolerance.policy == "raise" or not may_be_replaced:
+        if self._tolerance.policy == "raise":
             raise fault.error(self._cure(fault.example)) from reason
         self._found[fault.pair] = fault
         if len(self._known) + len(self._found) > self._tolerance.limit:
@@ -105,10 +108,14 @@ class Replacing:
         )
 
     def _cure(self, example: int) -> str:
-        skip = f"iterator.skip(iterator.plan.addresses([({example}, {example + 1})]))"
+        skip = _skip(example)
         if self._tolerance.policy == "replace":
             return f"mend it, or leave it out with {skip}"
         return (
             f"mend it, leave it out with {skip}, or let another record take its place with "
             'Pipeline(..., on_bad_record="replace")'
         )
+
+
+def _skip(example: int) -> str:
+    return f"iterator.skip(iterator.plan.addresses([({example}, {example + 1})]))"

@@ -37,6 +37,9 @@ class Decoded:
         if table.nbytes > self._limit_bytes:
             return
         with self._lock:
+            before = self._tables.pop(part, None)  # two threads may decode the same part
+            if before is not None:
+                self._bytes -= before.nbytes
             self._tables[part] = table
             self._bytes += table.nbytes
             while self._bytes > self._limit_bytes:

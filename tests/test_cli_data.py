@@ -116,6 +116,7 @@ def test_an_index_of_data_that_has_changed_says_who_made_it(place):
         (options("lengths", "long"), 2, "must return a number of tokens, it returned "),
         (options(function="none"), 2, "cannot be had: module"),
         (options(function="no_such_module:x"), 2, "No module named 'no_such_module'"),
+        (options(function="broken_of_the_test:x"), 2, "fails: SyntaxError: "),
         (options(function="LIMIT"), 2, "cannot be called, it is 4"),
         (options(function=""), 2, "wanted module:name, such as filters:good, found ''"),
         (options(out="a.parquet"), 2, "a.parquet is there and no index; name another file"),
@@ -124,9 +125,12 @@ def test_an_index_of_data_that_has_changed_says_who_made_it(place):
     ],
 )
 def test_what_is_refused_leaves_all_as_it_was(place, given, code, told):
-    before = (place / "a.parquet").read_bytes()
+    (place / "broken_of_the_test.py").write_text("def x(:")
+    before, path = (place / "a.parquet").read_bytes(), list(sys.path)
     assert told in refusal("data", "index", "a.parquet", *given, code=code)
     assert (place / "a.parquet").read_bytes() == before
+    assert sys.path == path
+    (place / "broken_of_the_test.py").unlink()
     left = {path.name for path in place.iterdir()} - {"__pycache__"}
     assert left == {"a.parquet", f"{MODULE}.py"}
 

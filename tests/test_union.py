@@ -49,6 +49,7 @@ def test_lists_by_place(found: list[list[list[int]]]) -> None:
         [entry({"at": 3, "bad": []}), entry({"at": 3, "bad": [1]})],
         [entry({"at": 3, "bad": []}, united=["bad"]), entry({"at": 3, "bad": [1]})],
         [entry({"at": 3, "bad": []}, united=["bad"]), entry({"bad": [1]}, united=["bad"])],
+        [entry({"bad": [1, 2]}, united=["bad"]), entry({"bad": [[1]]}, united=["bad"])],
         [entry({"bad": []}, elastic=False, united=["bad"])] * 2,
     ],
 )

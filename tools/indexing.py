@@ -114,13 +114,18 @@ def _function(name: str) -> Callable[[Any], Any]:
     if not module or not attribute:
         message = f"wanted module:name, such as filters:good, found {name!r}"
         raise Refusal("Misuse", f"--function: {message}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         message = f"{name} cannot be had: {error} (searched the current directory, too)"
         raise Refusal("Misuse", f"--function: {message}") from error
+    except Exception as error:
+        message = f"{name} cannot be had: {module} fails: {type(error).__name__}: {error}"
+        raise Refusal("Misuse", f"--function: {message}") from error
+    finally:
+        sys.path[:] = before
     if not callable(found):
         raise Refusal("Misuse", f"--function: {name} cannot be called, it is {found!r:.80}")
     called: Callable[[Any], Any] = found
