@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -29,7 +29,10 @@ _COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "in": lambda found, values: found in values,
     "not in": lambda found, values: found not in values,
 }
-_RECORDS: Final = 8192  # read by one call
+_FIRST: Final = 64  # records of the first read, which tells how large they are
+_GROWTH: Final = 8
+_RECORDS: Final = 8192
+_BYTES: Final = 64 << 20  # that a read aims at
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Where:
         if found.ndim != 1:
             raise Misuse(f"filter: column {self.column!r} has {found.shape[1:]} values a record")
         if self.operator in ("in", "not in"):
-            return np.isin(found, self.value, invert=self.operator == "not in")
+            return np.isin(found, self._values(found.dtype), invert=self.operator == "not in")
         result = np.asarray(compare(found, self.value))
         if result.shape != found.shape or result.dtype != np.bool_:
             raise Misuse(
@@ -87,6 +90,29 @@ class Where:
                 f"{self.value!r}"
             )
         return result
+
+    def _values(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The values to look among, as ones of a column; floats are rounded as by "=="."""
+        found: list[Any] = []
+        for value in self.value:
+            try:
+                if dtype.kind in "US":
+                    one = np.asarray(value)
+                    fits = one.ndim == 0 and one.dtype.kind == dtype.kind
+                else:
+                    with np.errstate(all="ignore"):  # what does not fit is told below
+                        one = np.asarray(value).astype(dtype)
+                    rounded = dtype.kind in "fc" and isinstance(value, float | complex | np.inexact)
+                    fits = one.ndim == 0 and (rounded or bool(one.item() == value))
+            except (TypeError, ValueError, OverflowError):
+                fits = False
+            if not fits:
+                raise Misuse(
+                    f"filter: column {self.column!r} {self.operator}: wanted values of {dtype}, "
+                    f"found {value!r:.80}"
+                )
+            found.append(one)
+        return np.array(found) if found else np.zeros(0, dtype)
 
 
 def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
@@ -111,9 +137,26 @@ def column_of(source: Source, name: str) -> NDArray[Any]:
 
 
 def batches(source: Source) -> Iterator[tuple[int, Batch]]:
-    """All records in their order, some thousands at a time, with the number of the first."""
-    for first in range(0, len(source), _RECORDS):
-        yield first, source.read(np.arange(first, min(first + _RECORDS, len(source))))
+    """All records in their order, with the number of the first: up to 8,192 or some 64 MiB."""
+    first, count = 0, _FIRST
+    while first < len(source):
+        stop = min(first + count, len(source))
+        batch = source.read(np.arange(first, stop))
+        fitting = _BYTES * (stop - first) // max(1, _size_of(batch))
+        yield first, batch
+        del batch  # before the next one is read
+        first, count = stop, max(1, min(fitting, count * _GROWTH, _RECORDS))
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of what was read: of arrays and texts; other objects count little."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size_of, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 @contextlib.contextmanager

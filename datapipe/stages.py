@@ -39,7 +39,8 @@ class Pack:
     Args:
       capacity: tokens of a row, 1 to 2^31 - 1.
       lengths: tokens of each document of the source, before any filter: the path of a sidecar
-        that `ckpt data index` has written, the name of a column of integers, or the numbers.
+        that `ckpt data index` has written, the name of a column of integers, which goes first where
+        it is read, or the numbers.
       tokens: the column that holds the tokens; without meaning where records are plain bytes.
       dtype: of a token, where documents are bytes: "uint16", say; little-endian.
       strategy: "first-fit" or "best-fit"; see `datapipe.packing.pack`.
@@ -161,7 +162,9 @@ def _packed(source: Source, view: Source, kept: Kept | None, given: Packing) -> 
 
 
 def _lengths(source: Source, given: Pattern | ArrayLike) -> Lengths:
-    if isinstance(given, str) and not os.path.exists(given):
+    columns = getattr(getattr(source, "spec", None), "columns", ())
+    read = any(each.name == given for each in columns)
+    if isinstance(given, str) and (read or not os.path.exists(given)):
         try:
             return Lengths.of(column_of(source, given))
         except Misuse as error:

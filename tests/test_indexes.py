@@ -10,6 +10,8 @@ import pytest
 from document_source import Documents
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_source import Records
+from test_epoch_sources import Turning
 
 import formats
 from datapipe import (
@@ -25,9 +27,10 @@ from datapipe import (
     Where,
     sidecar,
 )
+from datapipe.documents import Documents as Packable
 from datapipe.indexes import VERSION, Lengths
 from datapipe.origin import Origin
-from datapipe.scanning import column_of, kept_where
+from datapipe.scanning import batches, column_of, kept_where
 from datapipe.sidecar import Sidecar
 
 LENGTHS = [5, 0, 17, 3, 8]
@@ -115,7 +118,45 @@ def test_several_conditions_must_all_hold():
     source = Documents([3] * 25000)
     kept = kept_where(source, [Where("score", ">", 3), Where("score", "not in", [7])])
     assert kept.ids.tolist() == [d for d in range(25000) if d % 10 in (4, 5, 6, 8, 9)]
-    assert len(source.calls) == 4
+    assert [len(call) for call in source.calls] == [64, 512, 4096, 8192, 8192, 3944]
+
+
+def test_large_records_are_read_few_at_a_time():
+    class Large(Records):
+        def read(self, indices):
+            self.calls.append(indices)
+            return [bytes(2 << 20)] * len(indices)
+
+    source = Large(200)
+    assert [first for first, _ in batches(source)] == [0, 64, 96, 128, 160, 192]
+
+
+@pytest.mark.parametrize("value", ["1", 2.5, float("nan"), 2**70, -(2**63) - 1, None, (1, 2)])
+@pytest.mark.parametrize("operator", ["in", "not in"])
+def test_values_that_no_column_can_hold(value, operator):
+    with pytest.raises(Misuse, match=r"column 'n' .*in: wanted values of int64, found"):
+        Where("n", operator, [1, value])(BATCH)
+
+
+def test_values_are_compared_as_ones_of_the_column():
+    large = np.array([2**63 + 1, 2**63 + 2, 5], np.uint64)
+    assert Where("n", "in", [2**63 + 1, 5.0])({"n": large}).tolist() == [True, False, True]
+    assert Where("n", "in", [])({"n": large}).tolist() == [False] * 3
+    small = np.array([0.1, 0.5], np.float32)
+    assert Where("x", "in", [0.1])({"x": small}).tolist() == [True, False]
+    texts = np.array(["a", "bc"])
+    assert Where("t", "in", ["bcd", "a"])({"t": texts}).tolist() == [True, False]
+
+
+def test_a_file_does_not_hide_a_column(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "length").write_text("no sidecar")
+    Pipeline(Documents(LENGTHS), batch_size=1, seed=1, pack=Pack(8, lengths="length"))
+
+
+def test_items_of_an_epoch_are_no_documents():
+    with pytest.raises(Misuse, match="other items in every epoch"):
+        Packable.of(Turning(5), Lengths.of([1] * 5), "", "uint16")
 
 
 class Narrowing(Documents):
