@@ -20,6 +20,9 @@ import numpy as np
 
 def long(row): return row["length"] > 4
 def count(row): return len(row["tokens"])
+def late(row):
+    from beside_the_test import LEAST
+    return row["length"] > LEAST
 def even(record): return len(record) % 2 == 0
 def number(row): return 1.5
 def fails(row): raise KeyError("text")
@@ -74,6 +77,14 @@ def test_what_it_writes_is_what_a_pipeline_takes(place):
     assert tokens == sum(length for length in LENGTHS if length > 4)
     left = {path.name for path in place.iterdir()} - {"__pycache__"}
     assert left == {"a.index", "a.parquet", f"{MODULE}.py", "lengths"}
+
+
+def test_a_function_may_import_what_lies_beside_it(place):
+    (place / "beside_the_test.py").write_text("LEAST = 4")
+    path = list(sys.path)
+    assert answer("data", "index", "a.parquet", *options(function="late"))["kept"] == 4
+    assert sys.path == path
+    sys.modules.pop("beside_the_test")
 
 
 def test_the_answer_for_a_person(place):

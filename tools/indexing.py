@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,8 +66,8 @@ def index(
     """
     begun = time.monotonic()
     _must_be_free(path)
-    made = _function(function)
-    with open_source(list(patterns), columns=columns) as source:
+    with _searched(os.getcwd()), open_source(list(patterns), columns=columns) as source:
+        made = _function(function)
         kept, tokens = _written(
             source, path, kind, made, Origin.of(source, function, version), progress
         )
@@ -109,13 +110,22 @@ def _must_be_free(path: str) -> None:
         raise Refusal("NotFound", f"{path}: there is no directory for it")
 
 
+@contextlib.contextmanager
+def _searched(directory: str) -> Iterator[None]:
+    """Modules are found there, also those that a function imports when it is called."""
+    before = list(sys.path)
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
 def _function(name: str) -> Callable[[Any], Any]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         message = f"wanted module:name, such as filters:good, found {name!r}"
         raise Refusal("Misuse", f"--function: {message}")
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -124,8 +134,6 @@ def _function(name: str) -> Callable[[Any], Any]:
     except Exception as error:
         message = f"{name} cannot be had: {module} fails: {type(error).__name__}: {error}"
         raise Refusal("Misuse", f"--function: {message}") from error
-    finally:
-        sys.path[:] = before
     if not callable(found):
         raise Refusal("Misuse", f"--function: {name} cannot be called, it is {found!r:.80}")
     called: Callable[[Any], Any] = found
