@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import random
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +28,7 @@ EXTRA_FAULTS = {
     "one order for all seeds": "shuffled as a whole",
     "bad records are left out": "bad record is raised",
     "bad records have no names": "bad record is raised",
+    "memory outlives its process": "killed and nothing is left",
     "a copy is read when restored": "seeking reads nothing",
     "a copy is read from the beginning": "records are read in batches",
 }
@@ -54,6 +56,8 @@ class Plain:
             self.read_a_copy()
         if fault == "killed and nothing is left" and setting.workers:
             self.block = _Block()
+        if fault == "memory outlives its process" and setting.workers:
+            self.block = _Unnamed()
 
     def read_a_copy(self):
         sources = tuple(pickle.loads(pickle.dumps(each)) for each in self.setting.sources)
@@ -366,6 +370,34 @@ class _Block:
     def free(self):
         self.pages.close()
         self.path.unlink(missing_ok=True)
+
+
+class _Unnamed:
+    """Memory without a name, which a process outside the group of this one keeps."""
+
+    KEEP = (
+        "import mmap, sys, time; m = mmap.mmap(int(sys.argv[1]), 4096); "
+        "print(flush=True); time.sleep(30)"
+    )
+
+    def __init__(self):
+        fd = os.memfd_create("plain")
+        os.ftruncate(fd, 4096)
+        self.pages = mmap.mmap(fd, 4096)
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", self.KEEP, str(fd)],
+            pass_fds=[fd],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        os.close(fd)
+        with self.keeper.stdout:
+            self.keeper.stdout.read(1)
+
+    def free(self):
+        self.keeper.kill()
+        self.keeper.wait()
+        self.pages.close()
 
 
 def open_plain(setting, fault=""):

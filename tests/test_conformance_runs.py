@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import plain_loader
 import pytest
 
 from datapipe import conformance
-from datapipe.conformance.children import NoAnswerError, ask
+from datapipe.conformance.children import Child, NoAnswerError, ask
 
 HERE = Path(__file__).parent
 BY_NAME = {check.name: check for check in conformance.checks}
@@ -63,6 +65,22 @@ def test_a_loader_may_write_as_much_as_it_likes():
 def test_a_failing_child_says_why():
     with pytest.raises(NoAnswerError, match="the process ended: ZeroDivisionError"):
         ask(divmod, 1, 0)
+
+
+def _leave_a_block(tell):
+    """Shared memory that no process maps, and a process that does not end when it is asked to."""
+    block = SharedMemory(create=True, size=32)
+    block.close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(block.name)
+    signal.pause()
+
+
+def test_blocks_that_no_process_maps_go_with_the_child():
+    with Child(_leave_a_block) as child:
+        block = Path("/dev/shm", child.answer(20.0))
+        assert block.exists()
+    assert not block.exists()
 
 
 def test_a_check_of_ones_own_is_refused_by_run():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from grain import experimental
 from grain_kinds import KINDS, OTHERS, digest, elastic, interleaved, loader, manager, mixed
 
 import ckpt
+from datapipe.conformance.children import end_group
 
 STEPS, KILLED_AT = 13, 8
 
@@ -66,8 +65,7 @@ def test_killed_and_started_again_all_of_them_serve_what_an_undisturbed_run_has(
             try:
                 process.wait(timeout=120)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # workers of Grain outlive it
+                end_group(process)  # workers of Grain outlive it
         assert process.returncode == status, told.read_text()[-3000:]
     lines = [line.split() for line in log.read_text().splitlines()]
     served = {(int(step), name): found for step, name, found in lines}

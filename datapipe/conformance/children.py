@@ -94,20 +94,44 @@ class Child:
 
     def __exit__(self, *exc_info: object) -> None:
         """Ends it and all that it started."""
-        self._end()
+        end_group(self.process)
         os.close(self._read)
         self._stderr.close()
 
-    def _end(self) -> None:
-        """The tracker of multiprocessing ignores the first signal, and cleans up after the rest."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + _GRACE_S
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that leads a group, and all in it.
+
+    The trackers of multiprocessing among them end by themselves when the others have: they know the
+    blocks and semaphores that these have made, also those on their way from one process to another
+    that none maps, and remove them. Killed with the others they would leave them behind.
+    """
+    leader = process.pid
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)  # which the trackers ignore
+    _wait_until(lambda: process.poll() is not None and not any(group(leader)))
+    for pid in group(leader):
+        if not _is_tracker(pid):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            while (self.process.poll() is None or any(group(self.process.pid))) and (
-                time.monotonic() < deadline
-            ):
-                time.sleep(0.01)
+                os.kill(pid, signal.SIGKILL)
+    _wait_until(lambda: process.poll() is not None and not any(group(leader)))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    process.wait()
+
+
+def _wait_until(is_over: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _GRACE_S
+    while not is_over() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as stream:
+            return b"multiprocessing.resource_tracker" in stream.read()
+    except OSError:
+        return False
 
 
 def ask(function: Callable[..., Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -19,6 +20,7 @@ _ROUNDS: Final = 100
 _THREADS_S = 5.0  # that threads have to end
 _LEFT_S = 20.0  # that processes and blocks have to go
 _SHARED: Final = "/dev/shm/"
+_UNNAMED: Final = " /memfd:"
 
 
 @check()
@@ -68,13 +70,18 @@ def killed_and_nothing_is_left(trial: Trial) -> None:
         child.answer(60.0)
         leader = child.process.pid
         blocks = {block for pid in group(leader) for block in _blocks(pid)}
+        unnamed = {number for pid in group(leader) for number in _unnamed(pid)}
+        since_ticks = _started_ticks(leader)
         os.kill(leader, signal.SIGKILL)
         child.process.wait()
         deadline = time.monotonic() + _LEFT_S
-        while (alive := list(group(leader))) or _present(blocks):
+        while (alive := {*group(leader), *_holders(unnamed, since_ticks)}) or _present(blocks):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
+        for pid in _holders(unnamed, since_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     left = _present(blocks)
     for block in left:
         Path(block).unlink(missing_ok=True)
@@ -102,6 +109,36 @@ def _blocks(pid: int) -> set[str]:
     except OSError:
         return set()
     return {place for place in places if not place.endswith("(deleted)")}
+
+
+def _unnamed(pid: int) -> set[tuple[str, str]]:
+    """Device and inode of the memory without a name that a process maps and others can.
+
+    It goes with the last process that maps it, so that it leaks as long as one of these lives.
+    """
+    try:
+        with open(f"/proc/{pid}/maps") as stream:
+            fields = [line.split(maxsplit=5) for line in stream if _UNNAMED in line]
+    except OSError:
+        return set()
+    return {(each[3], each[4]) for each in fields}
+
+
+def _holders(unnamed: set[tuple[str, str]], since_ticks: int) -> set[int]:
+    """The processes, of whatever group, that map some of it and were started no earlier."""
+    if not unnamed:
+        return set()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid for pid in pids if unnamed & _unnamed(pid) and _started_ticks(pid) >= since_ticks}
+
+
+def _started_ticks(pid: int) -> int:
+    """When a process was started, since boot; before all others if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return int(stream.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
 
 
 def _present(blocks: set[str]) -> list[str]:
