@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
+from numbers import Real
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,19 +57,14 @@ class Mixture:
         Raises:
           Misuse: a weight is no number from 0 on, all are 0, or there are more than 1,000.
         """
-        for weight in weights:
-            if (
-                isinstance(weight, bool)
-                or not isinstance(weight, int | float)
-                or not (0 <= weight < math.inf)
-            ):
-                raise Misuse(f"a weight must be a number from 0 on, found {weight!r}")
-        total = math.fsum(weights)
+        weights = [_weight(each) for each in weights]
+        total = sum(weights)  # endless where it is too much for a float
         if not 0 < total < math.inf or len(weights) > 1000:
             raise Misuse(
-                f"wanted up to 1000 weights with a sum above 0, found {len(weights)}: "
-                f"{list(weights)[:8]}"
+                f"wanted up to 1000 weights with a sum above 0 and below 1.8e308, found "
+                f"{len(weights)}: {weights[:8]}"
             )
+        total = math.fsum(weights)
         # What is not 0 stays so, be it ever so little.
         shares = [weight and max(weight / total, sys.float_info.min) for weight in weights]
         for size in range(1, BLOCK + 1):
@@ -130,6 +126,17 @@ class Mixture:
         for places in self._places:
             ordinals[places] = np.arange(len(places))
         return ordinals
+
+
+def _weight(given: Any) -> float:
+    is_number = isinstance(given, Real) and given is not True and given is not False
+    try:
+        weight = float(given) if is_number else -1.0
+    except OverflowError:
+        weight = math.inf
+    if not 0 <= weight < math.inf:
+        raise Misuse(f"a weight must be a number from 0 on, found {given!r:.40}")
+    return weight
 
 
 def _apportioned(shares: Sequence[float]) -> list[int]:

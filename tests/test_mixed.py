@@ -66,8 +66,17 @@ def test_every_source_has_had_its_share_at_any_time(counts, number):
         assert abs(had - number * count / mixture.size) <= len(counts)
 
 
+def test_weights_of_numpy():
+    weights = [np.float32(0.5), np.int8(1), np.float64(0.5)]
+    assert Mixture.of(weights) == Mixture.of([1, 2, 1])
+
+
 @pytest.mark.parametrize(
-    "weights", [[], [0, 0], [-1, 2], [float("nan")], [float("inf")], ["1"], [True], [1] * 1001]
+    "weights",
+    [
+        *([], [0, 0], [-1, 2], [float("nan")], [float("inf")], ["1"], [True], [1] * 1001),
+        *([1e308, 1e308], [10**400, 1], [np.True_], [None]),
+    ],
 )
 def test_refuses_weights_that_are_none(weights):
     with pytest.raises(Misuse, match="weight"):
