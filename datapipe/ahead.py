@@ -11,18 +11,15 @@ new position.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
 from datapipe.batch import Made, Recipe
 from datapipe.faults import Fault, too_many
 from datapipe.plan import Plan
-from datapipe.rows import Rows
 from datapipe.stats import Meter, Stats
 from datapipe.substitutes import Replaced
 from datapipe.window import Window
@@ -88,6 +85,7 @@ class _Coming:
     made: Callable[[], Made]  # on the host; waits for it, or makes it now
     cancel: Callable[[], Any]
     done: Callable[[], Any]  # what `made` gives is not asked for again
+    holds: Callable[[Sequence[Fault], Replaced], bool]  # see `Window.holds`
     next_example: int
     placed: Future[Made] | None = None
 
@@ -130,33 +128,18 @@ class Ahead:
             self._crew.restart()
         self._plan = plan
         self._replaced = replaced
-        self._planned_to = next_example
+        self._next_example = self._planned_to = next_example
         self._is_at_end = False
         self._windows: deque[Window | Job] = deque()
         self._used = 0  # of the first window
         self._window_size = 1  # the first batch must not wait for a whole window to be read
 
-    def replace(self, replaced: Replaced, next_example: int) -> None:
-        """From the position of the queue, which this is, more records are replaced.
+    def replace(self, replaced: Replaced) -> None:
+        """From the batch on that comes next, more records are replaced.
 
-        What was made ahead stays, unless one of them is in it: it may have been good at the time.
+        What was made ahead stays, as far as it holds the same records nevertheless.
         """
-        new = Replaced.of(set(replaced.pairs()) - set(self._replaced.pairs()))
-        if self._is_ahead(new, next_example):
-            self.restart(self._plan, next_example, replaced)
-        else:
-            self._replaced = replaced
-
-    def _is_ahead(self, records: Replaced, next_example: int) -> bool:
-        """Is one of these in a batch that was made, or whose records were read?"""
-        left = sum(window.count for window in self._windows) - self._used
-        batches = self._plan.examples(next_example, len(self._queue) + left)
-        examples = np.concatenate([np.zeros(0, np.int64), *batches])
-        rows = Rows(examples, *self._plan.locate(examples))
-        return any(
-            records.mask(number, rows.of(number).ids(self._recipe.sources[number])).any()
-            for number in rows.numbers()
-        )
+        self._replaced = replaced
 
     def start(self) -> None:
         """Starts to make as many batches as the pace allows."""
@@ -167,7 +150,7 @@ class Ahead:
     def next(self) -> Ready | None:
         """The next batch; waits for it. None at the end of the plan.
 
-        After an error this object must be restarted.
+        After an error or an interrupt this object must be restarted.
 
         Raises:
           BadRecord: a record is bad and not to be replaced, or there are too many.
@@ -177,13 +160,18 @@ class Ahead:
         if not self._queue:
             return None
         coming = self._queue[0]
-        placed = coming.placed
-        made = _placed(coming, self._feed) if placed is None else placed.result()
+        made = self._made(coming)
+        if not coming.holds(made.faults, self._replaced):
+            self.restart(self._plan, self._next_example, self._replaced)
+            self._fill(1)
+            coming = self._queue[0]
+            made = self._made(coming)
         new = made.faults and tuple(f for f in made.faults if f.pair not in self._replaced)
         limit = self._recipe.tolerance.limit
         if new and len(self._replaced) + len(new) > limit:
             raise too_many(len(self._replaced), new, limit)
-        self._queue.popleft()  # only now: an interrupt while waiting loses nothing
+        self._queue.popleft()
+        self._next_example = coming.next_example
         coming.done()
         self._meter.delivered(asked, made.cost)
         return Ready(made.batch, coming.next_example, new)
@@ -210,6 +198,10 @@ class Ahead:
                 coming.placed.cancel()
         self._queue.clear()
 
+    def _made(self, coming: _Coming) -> Made:
+        """Waits for it, or makes it now."""
+        return _placed(coming, self._feed) if coming.placed is None else coming.placed.result()
+
     def _fill(self, wanted: int) -> None:
         while len(self._queue) < wanted and self._has_window():
             self._queue.append(self._coming(self._windows[0], self._used))
@@ -219,15 +211,15 @@ class Ahead:
 
     def _coming(self, window: Window | Job, index: int) -> _Coming:
         position = window.position_after(index)
-        work = partial(window.batch, index)
+        work, holds = partial(window.batch, index), partial(window.holds, index)
         if not isinstance(window, Window):
-            return _Coming(work, _nothing, partial(window.done, index), position)
+            return _Coming(work, _nothing, partial(window.done, index), holds, position)
         if self._pace.prefetch == 0 or window.is_at_hand(index):
-            return _Coming(work, _nothing, _nothing, position)
+            return _Coming(work, _nothing, _nothing, holds, position)
         if self._makers is None:
             self._makers = ThreadPoolExecutor(self._pace.threads, "datapipe")
         future = self._makers.submit(work)
-        return _Coming(future.result, future.cancel, _nothing, position)
+        return _Coming(future.result, future.cancel, _nothing, holds, position)
 
     def _place(self, feed: Feed) -> None:
         """Has the first few of the queue placed on their devices."""

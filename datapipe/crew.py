@@ -21,6 +21,7 @@ import socket
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from datapipe import worker as child
 from datapipe.batch import Made, Recipe
+from datapipe.faults import Fault
 from datapipe.hired import Hired, hire, pickled_work
 from datapipe.plan import Plan
 from datapipe.raised import unpacked
@@ -89,6 +91,10 @@ class Job:
     def batch(self, index: int) -> Made:
         """Waits for a batch. Raises what making it raised, Misuse, WorkerFailed."""
         return self._crew.batch(self, index)
+
+    def holds(self, index: int, faults: Sequence[Fault], replaced: Replaced) -> bool:
+        """See `Window.holds`."""
+        return self._window.holds(index, faults, replaced)
 
     def done(self, index: int) -> None:
         """Batch `index`, and those before it, are not asked for again."""

@@ -8,7 +8,7 @@ drops what was made ahead under another (`datapipe.ahead`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import grain
 
 from datapipe import state as states
 from datapipe.ahead import Ahead
-from datapipe.faults import Fault
 from datapipe.plan import Plan
 from datapipe.segments import Positions
 from datapipe.stats import Stats
@@ -44,7 +43,8 @@ class Iterator(grain.DatasetIterator[Any]):
         self._ahead = ahead
         self._next_example = 0
         self._replaced = Replaced()
-        self._drop_ahead()
+        self._is_cut_short = True
+        self._follow()
 
     # -- iterating -----------------------------------------------------------------------------
 
@@ -54,27 +54,36 @@ class Iterator(grain.DatasetIterator[Any]):
         Raises:
           StopIteration: the last epoch is over; also at every later call.
           BadRecord: a record of this batch cannot be read or mapped, and is not to be replaced, or
-            too many have been; the position stays.
+            too many have been; the position stays, as it does whatever else is raised.
           Misuse: the iterator is closed.
         """
         self._refuse_closed()
-        try:
-            ready = self._ahead.next()
-        except Exception:
-            self._drop_ahead()  # so that the next call tries again
-            raise
+        self._follow()
+        self._is_cut_short = True
+        ready = self._ahead.next()
         if ready is None:
+            self._is_cut_short = False
             raise StopIteration
-        self._next_example = ready.next_example
+        replaced = self._replaced
         if ready.faults:
-            self._replace(ready.faults)
+            replaced = replaced.union(fault.pair for fault in ready.faults)
+            self._ahead.replace(replaced)
         self._ahead.start()
+        for fault in ready.faults:
+            _log.warning("%s: another record takes its place", fault)
+        # The last thing, and without a call, at which an interrupt could come in between.
+        self._replaced = replaced
+        self._next_example = ready.next_example
+        self._is_cut_short = False
         return ready.batch
 
     def start_prefetch(self) -> None:
         """Starts to make batches, if `prefetch` allows any, before the first one is asked for."""
         self._refuse_closed()
+        self._follow()
+        self._is_cut_short = True
         self._ahead.start()
+        self._is_cut_short = False
 
     def stats(self) -> Stats:
         """Batches and records delivered, how long they were waited for, and what takes longest."""
@@ -144,12 +153,13 @@ class Iterator(grain.DatasetIterator[Any]):
         self._refuse_closed()
         if resumed.told:
             _log.warning("%s", resumed.told)
+        if len(saved.replaced):
+            _log.info("%d records are replaced, as the saved position says", len(saved.replaced))
         self._plan = resumed.plan
         self._next_example = saved.next_example
         self._replaced = saved.replaced
-        if len(saved.replaced):
-            _log.info("%d records are replaced, as the saved position says", len(saved.replaced))
-        self._drop_ahead()
+        self._is_cut_short = True
+        self._follow()
 
     def seek(self, example: int) -> None:
         """Goes to an example, 0 to the end of the plan; skips and replaced records stay.
@@ -158,8 +168,10 @@ class Iterator(grain.DatasetIterator[Any]):
         """
         self._refuse_closed()
         self._plan.batches_left(example)  # refuses what is no position
-        self._next_example = int(example)
-        self._drop_ahead()
+        example = int(example)
+        self._next_example = example
+        self._is_cut_short = True
+        self._follow()
 
     def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Never serves these examples, beside those already skipped.
@@ -173,7 +185,8 @@ class Iterator(grain.DatasetIterator[Any]):
         """
         self._refuse_closed()
         self._plan = self._plan.skipping(ranges)
-        self._drop_ahead()
+        self._is_cut_short = True
+        self._follow()
 
     def span(
         self,
@@ -232,15 +245,15 @@ class Iterator(grain.DatasetIterator[Any]):
 
     # -- within --------------------------------------------------------------------------------
 
-    def _drop_ahead(self) -> None:
-        self._ahead.restart(self._plan, self._next_example, self._replaced)
+    def _follow(self) -> None:
+        """What is made ahead begins at the position, also after an error or an interrupt.
 
-    def _replace(self, faults: Sequence[Fault]) -> None:
-        """Bad records came up in the batch that is delivered."""
-        self._replaced = self._replaced.union(fault.pair for fault in faults)
-        self._ahead.replace(self._replaced, self._next_example)
-        for fault in faults:
-            _log.warning("%s: another record takes its place", fault)
+        Wherever that came: what was made until then is dropped. A batch that was half made cannot
+        be made again from arrays that functions have changed in place.
+        """
+        if self._is_cut_short:
+            self._ahead.restart(self._plan, self._next_example, self._replaced)
+            self._is_cut_short = False
 
     def _shutdown(self, *, wait: bool) -> None:
         if getattr(self, "_closed", True):  # also where __init__ was never reached

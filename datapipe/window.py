@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.batch import Made, Recipe, make
+from datapipe.faults import Fault
 from datapipe.plan import Plan
 from datapipe.reading import Readable, read, shares
 from datapipe.replacing import Replacing
 from datapipe.rows import Rows
 from datapipe.stats import Cost
 from datapipe.substitutes import Replaced
+from formats.errors import BadRecord
 
 
 class Window:
@@ -84,12 +86,32 @@ class Window:
         except StopIteration as error:  # from a function of the user: it would look like the end
             raise RuntimeError("a function of the pipeline raised StopIteration") from error
 
+    def holds(self, index: int, faults: Sequence[Fault], replaced: Replaced) -> bool:
+        """Whether batch `index` is the same one where these records are replaced.
+
+        `faults` are the records that came up in it. Records that were good when it was made may be
+        bad by now, in their own places or in those of others.
+        """
+        if replaced is self._replaced:
+            return True
+        (planned,) = self._located(self._examples[index : index + 1])
+        found = [fault.pair for fault in faults]
+        recipe = self._recipe
+        try:
+            then, now = (
+                Replacing(recipe.sources, recipe.tolerance, each.union(found)).rows(planned)
+                for each in (self._replaced, replaced)
+            )
+        except BadRecord:  # nothing can stand in for one of them any more
+            return False
+        return np.array_equal(then.records, now.records)
+
     def _read(self) -> list[tuple[Rows, Readable | None]]:
         """Of each batch its rows, and what was read for it.
 
         None where the reading failed: each batch then reads alone, and the one at fault says so.
         """
-        batches = self._located()
+        batches = self._located(self._examples)
         recipe = self._recipe
         try:
             replacing = Replacing(recipe.sources, recipe.tolerance, self._replaced)
@@ -100,8 +122,7 @@ class Window:
         parts = _cut(rows, [batch.size for batch in batches])
         return list(zip(batches, shares(recipe.sources, parts, reads), strict=True))
 
-    def _located(self) -> list[Rows]:
-        batches = self._examples
+    def _located(self, batches: Sequence[NDArray[np.int64]]) -> list[Rows]:
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
         examples = np.concatenate(batches)

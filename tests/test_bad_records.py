@@ -270,6 +270,41 @@ def test_mended_while_the_run_goes_on(reads, options):
             assert batch == [record for _, record in found[0]], f"batch {index}"
 
 
+class Rotting(Records):
+    """A record that goes bad once so many reads were made, and may be read before."""
+
+    def __init__(self, count, bad, later, reads):
+        super().__init__(count, bad=bad)
+        self.later = later
+        self.reads = reads
+
+    def read(self, indices):
+        if len(self.calls) >= self.reads:
+            self.bad = self.bad | {self.later}
+        return super().read(indices)
+
+
+@pytest.mark.parametrize("reads", range(1, 12))
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 5, "window": 4}])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_substitute_made_ahead_turns_out_to_be_bad(reads, options, known):
+    """What is served is what a resume from there would serve, all being known that is."""
+    later = 4
+    bad = [r for r in range(40) if substitute(0, r, 40, ()) == later and r != later]
+    assert bad
+    source = Rotting(40, bad, later, reads)
+    pipe = made(source, batch_size=3, epochs=4)
+    with pipe.iterator(**options) as iterator:
+        if known:
+            iterator.set_state({**iterator.get_state(), "replaced": ids_of({(0, r) for r in bad})})
+        for index in range(pipe.plan.batch_count):
+            batch = next(iterator).tolist()
+            met = {(0, id) for ids in iterator.get_state()["replaced"] for id in ids}
+            found, _ = served(pipe.plan, range(index, index + 1), [40], met)
+            assert batch == [record for _, record in found[0]], f"batch {index}"
+    assert (0, later) in met or reads > 6
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_damage_any_interruptions(data):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grain
@@ -24,6 +25,7 @@ from memory_source import Columns, Gate, Records, number
 
 import formats
 from datapipe import Mismatch, Misuse, Pipeline
+from datapipe.ahead import Ahead
 from datapipe.feed import needed
 
 HERE = Path(__file__).parent
@@ -320,6 +322,89 @@ def test_an_interrupt_while_waiting_loses_nothing():
         assert iterator.next_example == 0
         iterator.seek(0)  # the interrupt hit the work itself
         np.testing.assert_equal(list(iterator), list(pipe))
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefetch": 0}, {"prefetch": 3}, {"prefetch": 3, "threads": 2}]
+)
+@pytest.mark.parametrize("at", [1, 6, 17])
+def test_an_interrupt_within_functions_that_change_arrays_in_place(options, at):
+    calls = 0
+
+    def tenfold(example):
+        nonlocal calls
+        calls += 1
+        example["row"] *= 10
+        if calls == at:
+            raise KeyboardInterrupt
+        return example
+
+    pipe = Pipeline(Columns(23), batch_size=4, seed=7, epochs=2)
+    plain = list(pipe.map(lambda e: e | {"row": e["row"] * 10}, version="1"))
+    with pipe.map(tenfold, version="1").iterator(**options) as iterator:
+        found = []
+        interrupts = 0
+        while len(found) < len(plain):
+            try:
+                found.append(next(iterator))
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 1
+    np.testing.assert_equal(found, plain)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("name", ["start", "replace", "restart", "_fill", "_coming"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_batch_counts_as_delivered_when_it_is(monkeypatch, name, error, is_before):
+    """Whatever fails on the way, before or after its work, and at every call of it."""
+    pipe = Pipeline(Records(23, bad=[3, 9, 20]), batch_size=4, seed=7, epochs=1)
+    pipe = replace(pipe, on_bad_record="replace").map(number, version="1")
+    plain = pipe.iterator(prefetch=0)
+    wanted = [(plain.get_state(), next(plain).tolist()) for _ in range(pipe.plan.batch_count)]
+    whole = getattr(Ahead, name)
+    for at in range(12):
+        calls = 0
+        iterator = pipe.iterator(prefetch=2, window=2)
+
+        def failing(ahead, *args, at=at):
+            nonlocal calls
+            calls += 1
+            if is_before and calls - 1 == at:
+                raise error("on the way")
+            result = whole(ahead, *args)
+            if not is_before and calls - 1 == at:
+                raise error("on the way")
+            return result
+
+        found = []
+        with monkeypatch.context() as patched, iterator:
+            patched.setattr(Ahead, name, failing)
+            while len(found) < len(wanted):
+                with contextlib.suppress(error):
+                    state = iterator.get_state()
+                    found.append((state, next(iterator).tolist()))
+        assert found == wanted, f"at {at}"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_move_that_is_interrupted_is_done_all_the_same(monkeypatch, prefetch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    pipe = numbers()
+    for move in (
+        lambda iterator: iterator.seek(20),
+        lambda iterator: iterator.skip([(12, 20)]),
+        lambda iterator: iterator.set_state({**iterator.get_state(), "next_example": 20}),
+    ):
+        with pipe.iterator(prefetch=prefetch) as iterator:
+            taken(iterator, 3)
+            with monkeypatch.context() as patched:
+                patched.setattr(iterator._ahead, "restart", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    move(iterator)
+            np.testing.assert_equal(next(iterator), list(pipe)[5])
 
 
 # -- skips and seeks -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from test_workers import columns, numbers
 from worker_traces import no_traces, processes, until  # noqa: F401 - a fixture
 
 from datapipe import Misuse, Pipeline, WorkerFailed
+from datapipe.crew import Crew
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
@@ -78,6 +81,24 @@ def test_a_worker_that_ends_by_itself():
         pytest.raises(WorkerFailed, match="ended with exit status 3"),
     ):
         next(iterator)
+
+
+def test_a_crew_that_cannot_be_led_leaves_nothing(monkeypatch):
+    def fail(crew):
+        raise RuntimeError("no such luck")
+
+    iterator = numbers().iterator(workers=2)
+    next(iterator)
+    crew = weakref.ref(iterator._ahead._crew)
+    monkeypatch.setattr(Crew, "_give_out", fail)
+    for _ in range(2):
+        with pytest.raises(WorkerFailed, match="cannot be led any more: RuntimeError"):
+            list(iterator)
+    assert not processes()
+    iterator.close()
+    del iterator
+    gc.collect()
+    assert crew() is None
 
 
 # -- lives -----------------------------------------------------------------------------------------
