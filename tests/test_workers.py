@@ -134,33 +134,6 @@ def test_slots_run_out_while_a_worker_is_at_what_nobody_wants():
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("move", ["seek", "set_state"])
-def test_a_worker_that_is_stuck_keeps_its_slots(tmp_path, move):
-    stuck, opened = tmp_path / "stuck", tmp_path / "opened"
-
-    def gated(record):
-        if number(record) == 40:
-            stuck.touch()
-            while not opened.exists():
-                time.sleep(0.01)
-        return np.full(1000, number(record))
-
-    pipe = Pipeline(Records(400), batch_size=1, seed=1, shuffle=False).map(gated, version="1")
-    state = {**pipe.iterator().get_state(), "next_example": 200}
-    with pipe.iterator(workers=2, window=4) as iterator:
-        crew = iterator._ahead._crew
-        lent = [next(iterator) for _ in range(36)]
-        until(stuck.exists)
-        iterator.seek(200) if move == "seek" else iterator.set_state(state)
-        found = [next(iterator)[0, 0] for _ in range(11)]
-        until(lambda: crew._is_short or crew._failure)
-        found += [next(iterator)[0, 0] for _ in range(10)]
-        opened.touch()
-        found += [next(iterator)[0, 0] for _ in range(20)]
-    assert found == [*range(200, 241)]
-    assert [batch[0, 0] for batch in lent] == [*range(36)]
-
-
 # -- shared memory ---------------------------------------------------------------------------------
 
 
@@ -281,8 +254,8 @@ def test_a_bad_record_is_the_same_error_and_the_position_stays():
                 next(there)
             same_error(found.value, wanted.value)
             assert found.value.file == "shard-3"
-            assert "worker process" in found.value.__notes__[-1]
-            assert "memory_source.py" in found.value.__notes__[-1]
+            assert "worker process" in "\n".join(found.value.__notes__)  # Grain adds some, too
+            assert "memory_source.py" in "\n".join(found.value.__notes__)
             assert there.get_state() == here.get_state()
         example = 4 * good
         for iterator in (here, there):
@@ -307,7 +280,7 @@ def test_errors_of_functions():
         # Its __init__ wants two arguments and it has one: it cannot be made again.
         assert isinstance(cause, RuntimeError)
         assert "Choked: wanted 1, found 2" in str(cause)
-        assert cause.__notes__ == ["a note"]
+        assert "a note" in cause.__notes__
 
     def stop(batch):
         raise StopIteration
