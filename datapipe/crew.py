@@ -218,12 +218,13 @@ class Crew:
 
     def close(self, *, wait: bool) -> None:
         """Kills the workers; `wait`: until they are gone. May be called from a collector."""
-        if self._is_closed or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        self._is_closed = True
-        thread = self._thread
+        was_closed, self._is_closed = self._is_closed, True
+        thread = self._thread  # which may have failed and be about to leave
         if thread is None:
-            self._leave()
+            if not was_closed:
+                self._leave()
             return
         self._signal()
         if wait and thread is not threading.current_thread():
@@ -288,6 +289,7 @@ class Crew:
                     self._condition.notify_all()
         except BaseException as error:
             with self._condition:
+                self._is_closed = True  # for good: no restart heals it
                 self._failure = WorkerFailed(f"the workers cannot be led any more: {error!r}")
                 self._failure.__cause__ = error
                 self._condition.notify_all()
@@ -318,8 +320,12 @@ class Crew:
                 self._failure.__cause__ = error
 
     def _give_out(self) -> None:
-        while self._waiting and self._workers:
-            each = min(self._workers, key=lambda one: len(one.jobs))
+        while self._waiting:
+            # Not behind a window that nobody wants any more: a function may hang in it.
+            able = [each for each in self._workers if not self._is_behind(each)]
+            if not able:
+                return
+            each = min(able, key=lambda one: len(one.jobs))
             job = self._waiting[0]
             self._is_short = self._ring is not None and self._ring.free < len(job.missing)
             # Slots come back: of windows nobody wants any more, and of batches that are taken.
@@ -328,6 +334,9 @@ class Crew:
             self._waiting.popleft()
             each.jobs[job.number] = job
             self._send(each, job)
+
+    def _is_behind(self, each: Hired) -> bool:
+        return any(job.generation != self._generation for job in each.jobs.values())
 
     def _send(self, each: Hired, job: Job) -> None:
         missing = job.missing

@@ -87,15 +87,20 @@ def test_a_crew_that_cannot_be_led_leaves_nothing(monkeypatch):
     def fail(crew):
         raise RuntimeError("no such luck")
 
+    def late(crew, leave=Crew._leave):
+        time.sleep(0.1)
+        leave(crew)
+
     iterator = numbers().iterator(workers=2)
     next(iterator)
     crew = weakref.ref(iterator._ahead._crew)
     monkeypatch.setattr(Crew, "_give_out", fail)
+    monkeypatch.setattr(Crew, "_leave", late)
     for _ in range(2):
         with pytest.raises(WorkerFailed, match="cannot be led any more: RuntimeError"):
             list(iterator)
-    assert not processes()
     iterator.close()
+    assert not processes()
     del iterator
     gc.collect()
     assert crew() is None

@@ -134,6 +134,34 @@ def test_slots_run_out_while_a_worker_is_at_what_nobody_wants():
             time.sleep(0.05)
 
 
+@pytest.mark.parametrize("move", ["seek", "set_state"])
+def test_a_worker_that_is_stuck_keeps_its_slots(tmp_path, move):
+    """The other one goes on alone: nothing that is wanted waits behind the window that is not."""
+    stuck, opened = tmp_path / "stuck", tmp_path / "opened"
+
+    def gated(record):
+        if number(record) == 40:
+            stuck.touch()
+            while not opened.exists():
+                time.sleep(0.01)
+        return np.full(1000, number(record))
+
+    pipe = Pipeline(Records(400), batch_size=1, seed=1, shuffle=False).map(gated, version="1")
+    state = {**pipe.iterator().get_state(), "next_example": 200}
+    with pipe.iterator(workers=2, window=4) as iterator:
+        crew = iterator._ahead._crew
+        lent = [next(iterator) for _ in range(36)]
+        until(stuck.exists)
+        iterator.seek(200) if move == "seek" else iterator.set_state(state)
+        found = [next(iterator)[0, 0] for _ in range(11)]
+        until(lambda: crew._is_short or crew._failure)
+        found += [next(iterator)[0, 0] for _ in range(10)]
+        opened.touch()
+        found += [next(iterator)[0, 0] for _ in range(20)]
+    assert found == [*range(200, 241)]
+    assert [batch[0, 0] for batch in lent] == [*range(36)]
+
+
 # -- shared memory ---------------------------------------------------------------------------------
 
 
