@@ -269,7 +269,10 @@ def _make_private(directory: Path) -> None:
     One that is made here bears `_MADE`.
     """
     try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for ancestor in reversed(directory.parents):  # each private: `parents=True` makes them open
+            with contextlib.suppress(FileExistsError):
+                if not ancestor.exists():
+                    ancestor.mkdir(mode=0o700)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700 | _MADE)
         found = os.lstat(directory)

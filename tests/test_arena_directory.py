@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,13 @@ def test_made_by_one_who_was_killed_right_after(tmp_path: Path) -> None:
     _make_private(place)
     Arena(place, owner=OWNER).close(remove=True)
     assert not place.exists()
+
+
+def test_what_lies_above_is_private_too(tmp_path: Path) -> None:
+    place = tmp_path / "a" / "b" / "arena"
+    Arena(place, owner=OWNER).close(remove=True)
+    modes = [stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "a", tmp_path / "a" / "b")]
+    assert modes == [0o700, 0o700]
 
 
 def test_two_runs_need_two_directories(tmp_path: Path) -> None:
