@@ -106,6 +106,12 @@ class Job:
         first = next((i for i, place in enumerate(self.places) if place is None), self.count)
         return range(first, self.count)
 
+    @property
+    def missing_from(self) -> int:
+        """The position of the first batch that did not come yet."""
+        first = self.missing.start
+        return self.next_example if first == 0 else self.position_after(first - 1)
+
 
 class Crew:
     """Worker processes and the windows they are at work on.
@@ -152,6 +158,8 @@ class Crew:
 
     def restart(self) -> None:
         """Forgets all windows."""
+        if self._pid != os.getpid():
+            return  # workers share memory with this: they would drop what their own process wants
         with self._condition:
             self._generation += 1
             self._wanted[0] = self._generation
@@ -167,6 +175,7 @@ class Crew:
     @property
     def has_room(self) -> bool:
         """Whether another window may be begun."""
+        self._refuse_forked()
         with self._condition:
             return len(self._jobs) < 2 * self._size
 
@@ -343,9 +352,9 @@ class Crew:
         job.ring = self._ring
         if self._ring is not None:
             job.slots = {index: self._ring.grant() for index in missing}
-        start = job.next_example if missing.start == 0 else job.position_after(missing.start - 1)
+        slots = (*job.slots.values(),)
         task = child.Task(
-            job.number, job.generation, start, missing.start, missing.stop, (*job.slots.values(),)
+            job.number, job.generation, job.missing_from, missing.start, missing.stop, slots
         )
         with contextlib.suppress(ConnectionError):  # it is dead: heard of elsewhere
             if each.order is not job.order:
@@ -438,9 +447,8 @@ class Crew:
 
 
 def _batches(job: Job) -> str:
-    missing = job.missing
-    start = job.next_example if missing.start == 0 else job.position_after(missing.start - 1)
-    return f"{len(missing)} batches from example {start} to {job.position_after(job.count - 1) - 1}"
+    last = job.position_after(job.count - 1) - 1
+    return f"{len(job.missing)} batches from example {job.missing_from} to {last}"
 
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()

@@ -256,6 +256,45 @@ def test_a_worker_knows_nothing_of_jax():
         assert json.loads(next(iterator)[0]) == ["cpu", signal.SIG_IGN]
 
 
+FORKING = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from memory_source import Records, number
+from datapipe import Misuse, Pipeline
+
+with Pipeline(Records(400), batch_size=2, seed=1).map(number, version="1").iterator(
+    workers=1, window=2
+) as iterator:
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        while refused < 3:
+            try:
+                next(iterator)
+            except Misuse:
+                refused += 1
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    for _ in range(150):
+        next(iterator)
+print("went on")
+"""
+
+
+def test_a_forked_child_takes_nothing_from_its_parent():
+    """Workers look at memory that a child of their program shares."""
+    program = subprocess.run(
+        [sys.executable, "-c", FORKING, str(HERE)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert program.stdout == "went on\n"
+
+
 def test_not_after_a_fork(monkeypatch):
     with numbers().iterator(workers=1) as iterator:
         next(iterator)
