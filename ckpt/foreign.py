@@ -17,9 +17,9 @@ CURE: Final = (
 )
 """For what only an iterator can do that knows which examples it serves."""
 
-_POSITIONS: Final = (
-    frozenset({"global_next_index"}),  # Grain's ElasticIterator
-    frozenset({"format", "next_example", "segments", "sources"}),  # datapipe's, beneath Grain's own
+_ELASTIC: Final = frozenset({"global_next_index"})  # Grain's ElasticIterator
+_OURS: Final = frozenset(  # datapipe's, beneath Grain's own transformations
+    {"format", "next_example", "segments", "sources"}
 )
 _PARTS: Final = ("iterators_in_use_states", "parents")
 """Members of Grain's states with one state for each worker, or for each dataset of several."""
@@ -32,8 +32,7 @@ def is_position(state: Any) -> bool:
     """
     if not isinstance(state, Mapping):
         return False
-    elastic, ours = _POSITIONS
-    return state.keys() == elastic or ours <= state.keys()
+    return state.keys() == _ELASTIC or state.keys() >= _OURS
 
 
 def set_state(iterator: Any, state: Any, where: str) -> None:

@@ -29,7 +29,7 @@ def common_state(taken: Sequence[Mapping[str, Json]]) -> Json | None:
         return None
     if any(without(state, members[0]) != without(states[0], members[0]) for state in states):
         return None
-    if any(_depth([state[name] for state in states]) is None for name in members[0]):
+    if any(_is_mixed([state[name] for state in states]) for name in members[0]):
         return None
     found = {name: united([state[name] for state in states]) for name in members[0]}
     return {**states[0], **found}
@@ -48,10 +48,9 @@ def united(values: Sequence[Json]) -> list[Json]:
     return sorted({each for value in values for each in value})
 
 
-def _depth(values: Sequence[Json]) -> int | None:
-    """Of lists of integers 1, of lists of lists 2, which empty ones are as well; None: of both."""
-    deep = {isinstance(each, list) for value in values for each in value}
-    return None if len(deep) > 1 else 1 + any(deep)
+def _is_mixed(values: Sequence[Json]) -> bool:
+    """Are some lists of integers and others lists of lists? Empty ones are either."""
+    return len({isinstance(each, list) for value in values for each in value}) > 1
 
 
 def can_be_united(value: Json) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.faults import Fault, Tolerance, is_of_a_record
-from datapipe.reading import Readable, Reads, places, readable
+from datapipe.reading import Readable, Reads, has_trees, places, readable
 from datapipe.replacing import Replacing
 from datapipe.rows import Rows
 from datapipe.stack import objects, stack
@@ -42,8 +42,7 @@ class Recipe:
     @cached_property
     def has_trees(self) -> bool:
         """Whether a source reads trees, which are stacked example by example."""
-        specs = [getattr(source, "spec", None) for source in self.sources]
-        return any(spec is not None and spec.trees for spec in specs)
+        return any(map(has_trees, self.sources))
 
 
 class Made(NamedTuple):

@@ -107,7 +107,7 @@ def _read_source(source: Source, rows: Rows) -> Batch:
     ids = rows.ids(source)
     wanted, back = ids, None
     many_twice = bool(rows.size) and rows.epochs[0] != rows.epochs[-1]
-    if many_twice and not _has_trees(source):
+    if many_twice and not has_trees(source):
         wanted, back = np.unique(ids, return_inverse=True)
     raw = by_epoch.read(source, wanted)
     lengths = {len(raw)} if isinstance(raw, list) else {len(column) for column in raw.values()}
@@ -119,7 +119,7 @@ def _read_source(source: Source, rows: Rows) -> Batch:
     return raw if back is None else _taken(raw, back)
 
 
-def _has_trees(source: Source) -> bool:
+def has_trees(source: Source) -> bool:
     """Whether its examples have any form, so that only the source can make the same once more."""
     spec = getattr(source, "spec", None)
     return spec is not None and spec.trees
