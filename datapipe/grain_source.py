@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from datapipe.epochs import EpochSource
 from datapipe.faults import is_of_a_record
-from datapipe.sidecar import json_digest
 from datapipe.tree_digest import coarse, exact
 from formats.errors import BadRecord, Misuse
-from formats.source import Spec, as_rows, sealed
+from formats.source import Spec, as_rows, json_digest, sealed
 
 _SAMPLED: Final = 16  # elements that enter the fingerprint
 _STEADY: Final = frozenset(

@@ -20,6 +20,7 @@ from datapipe.permute import LIMIT, fresh_indices
 from datapipe.sidecar import Sidecar
 from formats.errors import Damaged, Misuse
 from formats.files import Pattern
+from formats.source import json_digest
 
 if TYPE_CHECKING:
     from formats.source import Source
@@ -93,7 +94,7 @@ class Kept:
     @cached_property
     def digest(self) -> str:
         """Hex: equal exactly where the same records of as many are kept."""
-        return sidecar.json_digest([_KEPT, self.records, sidecar.array_digest(self.ids)])
+        return json_digest([_KEPT, self.records, sidecar.array_digest(self.ids)])
 
     def save(self, path: Pattern, origin: Origin) -> None:
         """Write it as a sidecar; see `sidecar.write` for what that raises."""
@@ -165,7 +166,7 @@ class Lengths:
     def digest(self) -> str:
         """Hex: equal exactly where all lengths are."""
         found = sidecar.array_digest(self.tokens.astype(np.int64, copy=False))
-        return sidecar.json_digest([_LENGTHS, self.tokens.size, found])
+        return json_digest([_LENGTHS, self.tokens.size, found])
 
     def save(self, path: Pattern, origin: Origin) -> None:
         """Write it as a sidecar; see `sidecar.write` for what that raises."""

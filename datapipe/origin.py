@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from datapipe import sidecar
 from formats.errors import Mismatch
 from formats.files import Pattern
+from formats.source import json_digest
 
 if TYPE_CHECKING:
     from formats.source import Source
@@ -75,8 +76,8 @@ def told_apart(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
     records = {name: value for name, value in fingerprint.items() if name not in _READING}
     files = fingerprint.get("files")
     if not isinstance(files, list):  # not one of ours: its digest stands for all of it
-        return {"digest": sidecar.json_digest(fingerprint)} | _plain(records)
-    found = {"digest": sidecar.json_digest(records)} | _plain(records)
+        return {"digest": json_digest(fingerprint)} | _plain(records)
+    found = {"digest": json_digest(records)} | _plain(records)
     return found | {"files": len(files), "bytes": sum(each["bytes"] for each in files)}
 
 

@@ -27,6 +27,7 @@ from datapipe.pieces import Pieces, checked_capacity, ranges
 from datapipe.sidecar import Sidecar
 from formats.errors import Damaged, Mismatch, Misuse
 from formats.files import Pattern
+from formats.source import json_digest
 
 VERSION: Final = 1
 
@@ -73,7 +74,7 @@ class Packed:
     @property
     def digest(self) -> str:
         """Hex, over all of it and the version of packing."""
-        return sidecar.json_digest([_KIND, VERSION, asdict(self)])
+        return json_digest([_KIND, VERSION, asdict(self)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from formats.errors import Damaged, Mismatch, Misuse
 from formats.files import Pattern, naming, replacing
+from formats.source import canonical_json
 
 _MAGIC: Final = b"LGINDEX1"
 _ALIGNED_BYTES: Final = 64
@@ -72,7 +73,7 @@ def write(path: Pattern, index: Sidecar) -> None:
     found = _digest(header)
     for array in flat:
         found.update(array.data)
-    head = _canonical(header | {"digest": found.hexdigest()})
+    head = canonical_json(header | {"digest": found.hexdigest()})
     if len(head) > _HEADER_LIMIT_BYTES - _ALIGNED_BYTES:
         raise Misuse(f"a header of {len(head)} bytes, {_HEADER_LIMIT_BYTES} are the limit")
     head += b" " * (-(len(head) + 16) % _ALIGNED_BYTES)
@@ -123,11 +124,6 @@ def number(about: Mapping[str, Any], name: str, path: Pattern, first: int, last:
 def array_digest(array: NDArray[np.int64]) -> str:
     """Hex xxh3-128 over the numbers, whatever integers hold them."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, "<i8").data)
-
-
-def json_digest(value: Any) -> str:
-    """Hex xxh3-128 over the canonical JSON of `value`."""
-    return xxhash.xxh3_128_hexdigest(_canonical(value))
 
 
 def _write(path: str, head: bytes, arrays: Sequence[NDArray[Any]]) -> None:
@@ -215,8 +211,4 @@ def _padded(each: dict[str, Any]) -> int:
 
 
 def _digest(header: dict[str, Any]) -> Any:
-    return xxhash.xxh3_128(_canonical(header))
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    return xxhash.xxh3_128(canonical_json(header))

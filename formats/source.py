@@ -251,5 +251,14 @@ def grouped(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndar
 
 def sealed(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """`fingerprint` with `digest` added: hex xxh3-128 over its canonical JSON."""
-    text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return fingerprint | {"digest": xxhash.xxh3_128_hexdigest(text.encode())}
+    return fingerprint | {"digest": json_digest(fingerprint)}
+
+
+def json_digest(value: Any) -> str:
+    """Hex xxh3-128 over the canonical JSON of `value`."""
+    return xxhash.xxh3_128_hexdigest(canonical_json(value))
+
+
+def canonical_json(value: Any) -> bytes:
+    """The same bytes for equal JSON values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
