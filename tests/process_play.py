@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import process_stage as stage
+import pytest
 
 import ckpt
 from ckpt import attempts, commit, layout
@@ -22,6 +24,14 @@ from ckpt.store import FileStore
 HERE = Path(__file__).parent
 Seen = dict[str, list[dict[str, Any]]]
 """What each process saw of a scene."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where scenes are played; for the whole module."""
+    place = tmp_path_factory.mktemp("processes")
+    yield place
+    shutil.rmtree(place)
 
 
 def play(

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import process_bad_records as scenes
 import pytest
-from process_play import Seen, headers_of, joined, manager, play, same
+from process_play import Seen, headers_of, joined, manager, place, play, same
 from replacing_oracle import ids_of, served
 
 import ckpt
 
+__all__ = ["place"]  # a fixture
+
 ALL = {(0, record) for bad in scenes.BAD for record in bad}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    place = tmp_path_factory.mktemp("processes")
-    yield place
-    shutil.rmtree(place)
 
 
 @pytest.fixture(scope="module")

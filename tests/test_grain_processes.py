@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import process_grain as scenes
 import pytest
 from grain_kinds import digest, elastic
-from process_play import Seen, manager, play
+from process_play import Seen, manager, place, play
 
 import ckpt
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    place = tmp_path_factory.mktemp("processes")
-    yield place
-    shutil.rmtree(place)
+__all__ = ["place"]  # a fixture
 
 
 @pytest.fixture(scope="module")

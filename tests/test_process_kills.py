@@ -14,18 +14,13 @@ from pathlib import Path
 
 import process_stage as stage
 import pytest
-from process_play import headers_of, ids, joined, manager, play, same
+from process_play import headers_of, ids, joined, manager, place, play, same
 
 import ckpt
 from ckpt import attempts, commit, layout
 from ckpt.store import FileStore
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    place = tmp_path_factory.mktemp("kills")
-    yield place
-    shutil.rmtree(place)
+__all__ = ["place"]  # a fixture
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,13 @@ import process_scenes
 import process_stage as stage
 import process_troubles
 import pytest
-from process_play import Seen, headers_of, ids, joined, manager, play, same
+from process_play import Seen, headers_of, ids, joined, manager, place, play, same
 
 import ckpt
 
+__all__ = ["place"]  # a fixture
+
 TOGETHER = (*process_scenes.SCENES, *process_troubles.SCENES, "from_one")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    place = tmp_path_factory.mktemp("processes")
-    yield place
-    shutil.rmtree(place)
 
 
 @pytest.fixture(scope="module")
