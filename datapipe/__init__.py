@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datapipe.grain_source import GrainSource
-    from datapipe.indexes import Kept
     from datapipe.iterator import Iterator
-    from datapipe.permute import Permutation
+    from datapipe.order.permute import Permutation
+    from datapipe.order.plan import Plan
     from datapipe.pipeline import Pipeline
-    from datapipe.plan import Plan
-    from datapipe.scanning import Where
-    from datapipe.stages import Concatenate, Pack
-    from datapipe.stats import Stats
+    from datapipe.prefetch.stats import Stats
+    from datapipe.sources.grain_source import GrainSource
+    from datapipe.sources.indexes import Kept
+    from datapipe.sources.scanning import Where
+    from datapipe.sources.stages import Concatenate, Pack
     from formats.errors import (
         BadRecord,
         Damaged,
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BadRecord": "formats.errors",
-    "Concatenate": "datapipe.stages",
+    "Concatenate": "datapipe.sources.stages",
     "Damaged": "formats.errors",
     "DataError": "formats.errors",
-    "GrainSource": "datapipe.grain_source",
+    "GrainSource": "datapipe.sources.grain_source",
     "Iterator": "datapipe.iterator",
-    "Kept": "datapipe.indexes",
+    "Kept": "datapipe.sources.indexes",
     "Mismatch": "formats.errors",
     "Misuse": "formats.errors",
     "NotFound": "formats.errors",
-    "Pack": "datapipe.stages",
-    "Permutation": "datapipe.permute",
+    "Pack": "datapipe.sources.stages",
+    "Permutation": "datapipe.order.permute",
     "Pipeline": "datapipe.pipeline",
-    "Plan": "datapipe.plan",
-    "Stats": "datapipe.stats",
+    "Plan": "datapipe.order.plan",
+    "Stats": "datapipe.prefetch.stats",
     "StoreFailed": "formats.errors",
     "Unsupported": "formats.errors",
-    "Where": "datapipe.scanning",
+    "Where": "datapipe.sources.scanning",
     "WorkerFailed": "formats.errors",
 }
 

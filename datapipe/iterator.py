@@ -2,7 +2,7 @@
 
 What it hands out is decided by three values: the position, the skips, and the records that turned
 out to be bad and are replaced. All of them belong to what was *delivered*. Whoever changes one
-drops what was made ahead under another (`datapipe.ahead`).
+drops what was made ahead under another (`datapipe.prefetch.prefetcher`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import grain
 
 from datapipe import state as states
-from datapipe.ahead import Ahead
-from datapipe.plan import Plan
+from datapipe.batches.substitutes import Replaced
+from datapipe.order.plan import Plan
+from datapipe.prefetch.prefetcher import Prefetcher
+from datapipe.prefetch.stats import Stats
 from datapipe.segments import Positions
-from datapipe.stats import Stats
-from datapipe.substitutes import Replaced
 from formats.errors import Misuse
 
 _log = logging.getLogger("datapipe")
@@ -36,11 +36,11 @@ class Iterator(grain.DatasetIterator[Any]):
     united = ("replaced",)
     """What each process finds for itself: states of several processes have one union of it."""
 
-    def __init__(self, positions: Positions, ahead: Ahead) -> None:
+    def __init__(self, positions: Positions, prefetcher: Prefetcher) -> None:
         super().__init__()
         self._positions = positions
         self._plan = positions.plan
-        self._ahead = ahead
+        self._prefetcher = prefetcher
         self._next_example = 0
         self._replaced = Replaced()
         self._is_cut_short = True
@@ -60,15 +60,15 @@ class Iterator(grain.DatasetIterator[Any]):
         self._refuse_closed()
         self._follow()
         self._is_cut_short = True
-        ready = self._ahead.next()
+        ready = self._prefetcher.next()
         if ready is None:
             self._is_cut_short = False
             raise StopIteration
         replaced = self._replaced
         if ready.faults:
             replaced = replaced.union(fault.pair for fault in ready.faults)
-            self._ahead.replace(replaced)
-        self._ahead.start()
+            self._prefetcher.replace(replaced)
+        self._prefetcher.start()
         for fault in ready.faults:
             _log.warning("%s: another record takes its place", fault)
         # The last thing, and without a call, at which an interrupt could come in between.
@@ -82,12 +82,12 @@ class Iterator(grain.DatasetIterator[Any]):
         self._refuse_closed()
         self._follow()
         self._is_cut_short = True
-        self._ahead.start()
+        self._prefetcher.start()
         self._is_cut_short = False
 
     def stats(self) -> Stats:
         """Batches and records delivered, how long they were waited for, and what takes longest."""
-        return self._ahead.stats()
+        return self._prefetcher.stats()
 
     def close(self) -> None:
         """Stops working ahead and waits for the threads. Only the state can be asked for then."""
@@ -252,14 +252,14 @@ class Iterator(grain.DatasetIterator[Any]):
         be made again from arrays that functions have changed in place.
         """
         if self._is_cut_short:
-            self._ahead.restart(self._plan, self._next_example, self._replaced)
+            self._prefetcher.restart(self._plan, self._next_example, self._replaced)
             self._is_cut_short = False
 
     def _shutdown(self, *, wait: bool) -> None:
         if getattr(self, "_closed", True):  # also where __init__ was never reached
             return
         super().close()
-        self._ahead.close(wait=wait)
+        self._prefetcher.close(wait=wait)
 
     def _refuse_closed(self) -> None:
         if self._closed:

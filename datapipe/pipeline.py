@@ -8,22 +8,23 @@ from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from datapipe.ahead import Ahead, Pace
-from datapipe.batch import Recipe
-from datapipe.blocks import WINDOW, Blocks
-from datapipe.epochs import OrderedSource, varies
-from datapipe.examples import Examples, Segment
-from datapipe.faults import OnBadRecord, Tolerance
-from datapipe.grain_source import adapted
-from datapipe.mixing import Mixture
-from datapipe.numbers import integer
-from datapipe.plan import Plan, Remainder
+from datapipe.batches.batch import Recipe
+from datapipe.batches.faults import OnBadRecord, Tolerance
+from datapipe.batches.transforms import Transform, extended
+from datapipe.integers import integer
+from datapipe.order.block_shuffle import WINDOW, Blocks
+from datapipe.order.examples import Examples, Segment
+from datapipe.order.mixture import Mixture
+from datapipe.order.plan import Plan, Remainder
+from datapipe.order.streams import SHUFFLES, Shuffle
+from datapipe.prefetch.pace import Pace
+from datapipe.prefetch.prefetcher import Prefetcher
 from datapipe.provenance import Held, held, holding
 from datapipe.segments import ON_CHANGE, OnChange, Positions
-from datapipe.stages import Filter, Packing, staged
+from datapipe.sources.epoch_sources import OrderedSource, varies
+from datapipe.sources.grain_source import adapted
+from datapipe.sources.stages import Filter, Packing, staged
 from datapipe.state import JSON, identity
-from datapipe.streams import SHUFFLES, Shuffle
-from datapipe.transform import Transform, extended
 from formats.errors import Misuse, NotFound
 from formats.source import blocks_of
 
@@ -73,7 +74,7 @@ class Pipeline:
       on_bad_record: what becomes of a record that cannot be read, or for which a `.map` raises
         before any `.random_map`. "raise": an error that names it. "replace": another record of its
         source takes its place, in all epochs, of which the log tells once; the state remembers it,
-        so that a resume does the same (see `datapipe.substitutes`).
+        so that a resume does the same (see `datapipe.batches.substitutes`).
       bad_record_limit: with "replace", how many records may be bad, over all epochs and sources,
         among those that a process comes upon and those in the state it goes on from.
 
@@ -317,7 +318,7 @@ class Pipeline:
         pace = Pace(prefetch, window, threads, workers)
         feed = None
         if sharding is not None:
-            from datapipe.feed import Feed
+            from datapipe.prefetch.device_feed import Feed
 
             if self.remainder == "keep":
                 raise Misuse("a short batch cannot be sharded: take remainder='carry' or 'drop'")
@@ -325,7 +326,7 @@ class Pipeline:
         sources = tuple(self.sources.values())
         recipe = Recipe(sources, self.transforms, self.plan.order.seed, self._tolerance)
         positions = Positions(self.plan, self.identity, self._fingerprints, on_change)
-        return Iterator(positions, Ahead(recipe, feed, pace))
+        return Iterator(positions, Prefetcher(recipe, feed, pace))
 
     def dataset(self, **options: Any) -> Dataset:
         """The pipeline as a `grain.IterDataset`, to put Grain's own transformations behind it.

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from datapipe.examples import Located
-from datapipe.numbers import integer
-from datapipe.permute import LIMIT
-from datapipe.pieces import Pieces
-from datapipe.views import ConcatenatedRows, Filtered, PackedRows
+from datapipe.integers import LIMIT, integer
+from datapipe.order.examples import Located
+from datapipe.sources.pieces import Pieces
+from datapipe.sources.views import ConcatenatedRows, Filtered, PackedRows
 from formats.errors import Misuse
 
 if TYPE_CHECKING:
-    from datapipe.plan import Plan
+    from datapipe.order.plan import Plan
     from formats.source import Source
 
 

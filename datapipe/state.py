@@ -11,16 +11,16 @@
      "sources": [["web", {"fingerprint": "...", "records": 10000, ...}], ["code", {...}]],
      "transforms": ["map 1", "random_map 2"]}
 
-It counts examples of the whole run, so that it is the same for any number of processes, threads
-and workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
+It counts examples of the whole run, so that it is the same for any number of processes, threads and
+workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
 *identity*: a state is refused where they differ, unless a segment may open that leads from one to
 the other (see `datapipe.segments`). How long the run goes on (`epochs`, `remainder`) is no part of
-it. Where blocks are shuffled (`datapipe.blocks`), `plan` tells of their windows, and each source by
-a digest how it is cut. Skips are addresses (see `datapipe.plan`); `plan` has `"skips": "records"`
-where their records do not come back in later epochs. The sources stand in the order of their
-numbers: a new one comes behind those that are there. Others stand in for the records in `replaced`,
-given by their ids (see `datapipe.substitutes`), also where they can be read by now; a state of
-format 2, which is read as well, has none.
+it. Where blocks are shuffled (`datapipe.order.block_shuffle`), `plan` tells of their windows, and
+each source by a digest how it is cut. Skips are addresses (see `datapipe.order.plan`); `plan` has
+`"skips": "records"` where their records do not come back in later epochs. The sources stand in the
+order of their numbers: a new one comes behind those that are there. Others stand in for the records
+in `replaced`, given by their ids (see `datapipe.batches.substitutes`), also where they can be read
+by now; a state of format 2, which is read as well, has none.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -33,12 +33,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from datapipe import blocks, permute
-from datapipe.examples import Examples, Segment
-from datapipe.mixing import BLOCK
-from datapipe.permute import LIMIT
-from datapipe.plan import VERSION, Plan
-from datapipe.substitutes import Replaced
+from datapipe.batches.substitutes import Replaced
+from datapipe.integers import LIMIT
+from datapipe.order import block_shuffle, permute
+from datapipe.order.examples import Examples, Segment
+from datapipe.order.mixture import BLOCK
+from datapipe.order.plan import VERSION, Plan
 from formats.errors import Damaged, Misuse, Unsupported
 
 FORMAT: Final = 3
@@ -149,7 +149,7 @@ def _windows(order: Examples) -> JSON:
     """Of a shuffle by blocks; how each source is cut is told with it."""
     if not order.blocks:
         return {}
-    return {"blocks": blocks.VERSION, "shuffle_window": order.blocks[0].window}
+    return {"blocks": block_shuffle.VERSION, "shuffle_window": order.blocks[0].window}
 
 
 def _cuts(order: Examples, source: int) -> JSON:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from datapipe.blocks import BlockOrder
-from datapipe.examples import Examples, Segment
-from datapipe.permute import LIMIT, Permutation
-from datapipe.plan import Plan
+from datapipe.integers import LIMIT
+from datapipe.order.block_shuffle import BlockOrder
+from datapipe.order.examples import Examples, Segment
+from datapipe.order.permute import Permutation
+from datapipe.order.plan import Plan
 
 
 def block(counts: tuple[int, ...]) -> list[int]:

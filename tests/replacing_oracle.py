@@ -8,8 +8,8 @@ import numpy as np
 from memory_source import Records, number
 
 from datapipe import Pipeline
-from datapipe.permute import mix
-from datapipe.plan import Plan
+from datapipe.order.permute import mix
+from datapipe.order.plan import Plan
 
 Pair = tuple[int, int]
 """Source and record."""

@@ -14,8 +14,8 @@ from replacing_oracle import BAD, PAIRS, ids_of, made, rows, seeded, served, sub
 from test_epoch_sources import Turning
 
 from datapipe import Concatenate, Pack, Pipeline, Where
+from datapipe.batches.substitutes import Replaced, candidates
 from datapipe.state import State
-from datapipe.substitutes import Replaced, candidates
 
 # -- substitutes -----------------------------------------------------------------------------------
 

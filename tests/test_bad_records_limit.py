@@ -13,7 +13,7 @@ from replacing_oracle import BAD, ids_of, made, rows, wanted
 
 import datapipe
 from datapipe import BadRecord, Misuse
-from datapipe.faults import Fault
+from datapipe.batches.faults import Fault
 
 # -- the log and the limit -------------------------------------------------------------------------
 

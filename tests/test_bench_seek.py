@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from datapipe.plan import Plan
+from datapipe.order.plan import Plan
 from tools.bench import seek
 from tools.bench.__main__ import app
 from tools.bench.asking import WrongValuesError

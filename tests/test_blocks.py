@@ -17,10 +17,10 @@ from memory_source import Records, number
 
 import formats.parquet as formats_parquet
 from datapipe import Concatenate, Mismatch, NotFound, Pack, Pipeline, Where
-from datapipe import blocks as blocks_module
-from datapipe.blocks import VERSION, WINDOW, BlockOrder, Blocks
-from datapipe.examples import Examples, Segment
-from datapipe.permute import Permutation, mix
+from datapipe.order import block_shuffle as blocks_module
+from datapipe.order.block_shuffle import VERSION, WINDOW, BlockOrder, Blocks
+from datapipe.order.examples import Examples, Segment
+from datapipe.order.permute import Permutation, mix
 from formats import open_source, write_parquet
 from formats.errors import Misuse
 from formats.parquet import ParquetSource

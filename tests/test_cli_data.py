@@ -10,8 +10,8 @@ from cli_runs import answer, ckpt_command, refusal
 
 import formats
 from datapipe import BadRecord, Mismatch, Misuse, Pack, Pipeline
-from datapipe.indexes import Kept, Lengths
-from datapipe.making import kept_by, lengths_by
+from datapipe.sources.index_building import kept_by, lengths_by
+from datapipe.sources.indexes import Kept, Lengths
 
 LENGTHS = [5, 2, 17, 3, 8, 1, 6]
 MODULE = "filters_of_the_test"

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_oracle import as_lists, rows_by_hand
 
-from datapipe import Misuse, concatenation
-from datapipe.concatenation import Concatenation
-from datapipe.indexes import Lengths
-from datapipe.streams import Orders
+from datapipe import Misuse
+from datapipe.order.streams import Orders
+from datapipe.sources import concatenation
+from datapipe.sources.concatenation import Concatenation
+from datapipe.sources.indexes import Lengths
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memory_source import Records
 
 from datapipe import Damaged, Mismatch, Pipeline, Unsupported
-from datapipe.permute import LIMIT
+from datapipe.integers import LIMIT
 
 TOLD = (Damaged, Mismatch, Unsupported)
 

@@ -7,7 +7,7 @@ import pytest
 from memory_source import Records
 
 from datapipe import BadRecord, Pipeline
-from datapipe.epochs import EpochSource
+from datapipe.sources.epoch_sources import EpochSource
 from formats.source import Spec
 
 

@@ -11,8 +11,9 @@ from grain.experimental import index_shuffle
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from datapipe.grain_order import GrainOrder
-from datapipe.permute import LIMIT, Order
+from datapipe.integers import LIMIT
+from datapipe.order.grain_order import GrainOrder
+from datapipe.order.permute import Order
 from formats.errors import Misuse
 
 SEEDS = (0, 1, 7, 2**31, 2**32 - 1)

@@ -25,13 +25,13 @@ from datapipe import (
     Pack,
     Pipeline,
     Where,
-    sidecar,
 )
-from datapipe.documents import Documents as Packable
-from datapipe.indexes import VERSION, Lengths
-from datapipe.origin import Origin
-from datapipe.scanning import batches, column_of, kept_where
-from datapipe.sidecar import Sidecar
+from datapipe.sources import sidecar
+from datapipe.sources.documents import Documents as Packable
+from datapipe.sources.indexes import VERSION, Lengths
+from datapipe.sources.origin import Origin
+from datapipe.sources.scanning import batches, column_of, kept_where
+from datapipe.sources.sidecar import Sidecar
 
 LENGTHS = [5, 0, 17, 3, 8]
 
@@ -432,7 +432,7 @@ def test_some_sources_concatenated_and_others_not():
 
 
 def test_an_index_of_bins_is_made_once(tmp_path, monkeypatch):
-    from datapipe import stages
+    from datapipe.sources import stages
 
     pack = Pack(9, lengths="length", index=tmp_path / "bins")
     first = Pipeline(Documents(LENGTHS), batch_size=1, seed=1, epochs=1, pack=pack)

@@ -25,8 +25,8 @@ from memory_source import Columns, Gate, Records, number
 
 import formats
 from datapipe import Mismatch, Misuse, Pipeline
-from datapipe.ahead import Ahead
-from datapipe.feed import needed
+from datapipe.prefetch.device_feed import needed
+from datapipe.prefetch.prefetcher import Prefetcher
 
 HERE = Path(__file__).parent
 
@@ -362,7 +362,7 @@ def test_a_batch_counts_as_delivered_when_it_is(monkeypatch, name, error, is_bef
     pipe = replace(pipe, on_bad_record="replace").map(number, version="1")
     plain = pipe.iterator(prefetch=0)
     wanted = [(plain.get_state(), next(plain).tolist()) for _ in range(pipe.plan.batch_count)]
-    whole = getattr(Ahead, name)
+    whole = getattr(Prefetcher, name)
     for at in range(12):
         calls = 0
         iterator = pipe.iterator(prefetch=2, window=2)
@@ -379,7 +379,7 @@ def test_a_batch_counts_as_delivered_when_it_is(monkeypatch, name, error, is_bef
 
         found = []
         with monkeypatch.context() as patched, iterator:
-            patched.setattr(Ahead, name, failing)
+            patched.setattr(Prefetcher, name, failing)
             while len(found) < len(wanted):
                 with contextlib.suppress(error):
                     state = iterator.get_state()
@@ -401,7 +401,7 @@ def test_a_move_that_is_interrupted_is_done_all_the_same(monkeypatch, prefetch):
         with pipe.iterator(prefetch=prefetch) as iterator:
             taken(iterator, 3)
             with monkeypatch.context() as patched:
-                patched.setattr(iterator._ahead, "restart", interrupted)
+                patched.setattr(iterator._prefetcher, "restart", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     move(iterator)
             np.testing.assert_equal(next(iterator), list(pipe)[5])

@@ -13,13 +13,14 @@ from document_source import Documents
 from memory_source import Records, number
 
 from datapipe import Concatenate, Kept, Mismatch, Pipeline
-from datapipe import lasting as lasting_module
-from datapipe.examples import Examples, Segment
-from datapipe.lasting import Lasting
-from datapipe.permute import LIMIT, Permutation
-from datapipe.plan import Plan
-from datapipe.skips import Skips
-from datapipe.streams import Stream
+from datapipe.integers import LIMIT
+from datapipe.order import lasting_skips as lasting_module
+from datapipe.order.examples import Examples, Segment
+from datapipe.order.lasting_skips import Lasting
+from datapipe.order.permute import Permutation
+from datapipe.order.plan import Plan
+from datapipe.order.skips import Skips
+from datapipe.order.streams import Stream
 from formats.errors import Misuse
 
 

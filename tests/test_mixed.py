@@ -14,8 +14,8 @@ from memory_source import Columns, Records
 
 import ckpt
 from datapipe import BadRecord, Mismatch, Misuse, NotFound, Pipeline
-from datapipe.mixing import Mixture
-from datapipe.permute import LIMIT
+from datapipe.integers import LIMIT
+from datapipe.order.mixture import Mixture
 
 SIZES = {"web": 40, "code": 11}
 

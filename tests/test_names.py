@@ -65,6 +65,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_the_writer_and_the_tools_need_no_jax() -> None:
     modules = "ckpt.writer, ckpt.commit, ckpt.reader, ckpt.verification, ckpt.oneshot, ckpt.arena"
-    modules += ", tools.indexing, datapipe.stages"
+    modules += ", tools.indexing, datapipe.sources.stages"
     loaded = _imported(f"import {modules}")
     assert not loaded & {"jax", "tensorstore", "orbax", "grain"}

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from packing_oracle import as_row, packed_by_hand, rows_by_hand, stacked
 
 from datapipe import BadRecord, Concatenate, Mismatch, Misuse, Pack, Pipeline, Where
-from datapipe.batch import Recipe
-from datapipe.permute import Permutation
-from datapipe.substitutes import Replaced
-from datapipe.window import Window
+from datapipe.batches.batch import Recipe
+from datapipe.batches.substitutes import Replaced
+from datapipe.batches.window import Window
+from datapipe.order.permute import Permutation
 
 LENGTHS = [5, 0, 17, 3, 8, 8, 1, 30, 2, 11, 0, 6, 9, 4, 4, 13, 7, 1, 1, 20]
 BOTH = [Pack(8, lengths="length", window=6), Concatenate(8, lengths="length")]

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_oracle import as_lists, packed_by_hand
 
-from datapipe import Damaged, Mismatch, Misuse, NotFound, sidecar
-from datapipe.indexes import Lengths
-from datapipe.packing import VERSION, Bins, Packed, pack
-from datapipe.sidecar import Sidecar
+from datapipe import Damaged, Mismatch, Misuse, NotFound
+from datapipe.sources import sidecar
+from datapipe.sources.indexes import Lengths
+from datapipe.sources.packing import VERSION, Bins, Packed, pack
+from datapipe.sources.sidecar import Sidecar
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 

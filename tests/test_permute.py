@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from datapipe.permute import LIMIT, Order, Permutation, mix
+from datapipe.integers import LIMIT
+from datapipe.order.permute import Order, Permutation, mix
 from formats.errors import Misuse
 
 Indices = NDArray[np.int64]

@@ -16,9 +16,9 @@ from memory_source import Columns, Records, number
 
 import datapipe
 from datapipe import BadRecord, Damaged, Mismatch, Misuse, NotFound, Pipeline, Unsupported
-from datapipe.plan import Plan
+from datapipe.batches.substitutes import Replaced
+from datapipe.order.plan import Plan
 from datapipe.state import State, identity, mismatch
-from datapipe.substitutes import Replaced
 
 
 def ids_of(pipe, **options):
@@ -196,7 +196,7 @@ def test_what_is_read_needs_no_thread():
         with each.iterator(prefetch=1, window=8) as iterator:
             for _ in range(7 + 8):  # windows of 1, 2, 4 and 8 batches
                 next(iterator)
-            ahead = iterator._ahead
+            ahead = iterator._prefetcher
             next(iterator)  # the first of a window: it, and the next, may have been handed over
             window = ahead._windows[0]
             window.batch(0)
@@ -588,7 +588,7 @@ def test_trouble_of_the_store_is_no_bad_record():
 
 def test_the_plan_needs_neither_jax_nor_grain():
     code = (
-        "import sys, datapipe, datapipe.plan, datapipe.state, datapipe.pipeline\n"
+        "import sys, datapipe, datapipe.order.plan, datapipe.state, datapipe.pipeline\n"
         "assert datapipe.Plan.of(10, 2, seed=1).records(0).size == 2\n"
         "assert not {'jax', 'grain', 'tensorstore'} & set(sys.modules)\n"
     )

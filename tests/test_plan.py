@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_oracle import Oracle
 
-from datapipe.blocks import Blocks
-from datapipe.examples import Examples, Segment
-from datapipe.permute import LIMIT
-from datapipe.plan import Plan
-from datapipe.skips import Skips
+from datapipe.integers import LIMIT
+from datapipe.order.block_shuffle import Blocks
+from datapipe.order.examples import Examples, Segment
+from datapipe.order.plan import Plan
+from datapipe.order.skips import Skips
 from formats.errors import Misuse
 
 HORIZON = 160

@@ -20,8 +20,9 @@ from plan_oracle import block
 import ckpt
 import formats
 from datapipe import Damaged, Mismatch, Misuse, Pipeline, Where
-from datapipe.mixing import Mixture
-from datapipe.permute import LIMIT, Permutation
+from datapipe.integers import LIMIT
+from datapipe.order.mixture import Mixture
+from datapipe.order.permute import Permutation
 from formats.source import sealed
 
 STATE = {"w": np.zeros(2)}

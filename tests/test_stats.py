@@ -13,9 +13,10 @@ from memory_source import Columns, Records, number
 
 import ckpt
 from datapipe import Pipeline, Stats
-from datapipe.ahead import Pace
-from datapipe.feed import Feed
-from datapipe.stats import SILENT_S, WATCHED_S, Cost, Meter, size_of
+from datapipe.batches.cost import Cost, size_of
+from datapipe.prefetch.device_feed import Feed
+from datapipe.prefetch.pace import Pace
+from datapipe.prefetch.stats import SILENT_S, WATCHED_S, Meter
 
 
 class Clock:

@@ -6,8 +6,8 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 
-from datapipe.permute import Permutation
-from datapipe.streams import Stream, Stretch
+from datapipe.order.permute import Permutation
+from datapipe.order.streams import Stream, Stretch
 
 
 @hypothesis.settings(max_examples=40)

@@ -22,7 +22,7 @@ from test_workers import columns, numbers
 from worker_traces import no_traces, processes, until  # noqa: F401 - a fixture
 
 from datapipe import Misuse, Pipeline, WorkerFailed
-from datapipe.crew import Crew
+from datapipe.prefetch.worker_pool import WorkerPool
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
@@ -38,7 +38,7 @@ def test_a_killed_worker_is_replaced(caplog):
     with pipe.iterator(workers=2, window=2) as iterator:
         for index, plain in enumerate(wanted):
             if index % 60 == 59:
-                os.kill(min(iterator._ahead._crew.pids()), signal.SIGKILL)
+                os.kill(min(iterator._prefetcher._pool.pids()), signal.SIGKILL)
             np.testing.assert_array_equal(next(iterator)["row"], plain["row"])
         until(lambda: caplog.records)
     text = caplog.text
@@ -84,18 +84,18 @@ def test_a_worker_that_ends_by_itself():
 
 
 def test_a_crew_that_cannot_be_led_leaves_nothing(monkeypatch):
-    def fail(crew):
+    def fail(pool):
         raise RuntimeError("no such luck")
 
-    def late(crew, leave=Crew._leave):
+    def late(pool, leave=WorkerPool._leave):
         time.sleep(0.1)
-        leave(crew)
+        leave(pool)
 
     iterator = numbers().iterator(workers=2)
     next(iterator)
-    crew = weakref.ref(iterator._ahead._crew)
-    monkeypatch.setattr(Crew, "_give_out", fail)
-    monkeypatch.setattr(Crew, "_leave", late)
+    pool = weakref.ref(iterator._prefetcher._pool)
+    monkeypatch.setattr(WorkerPool, "_give_out", fail)
+    monkeypatch.setattr(WorkerPool, "_leave", late)
     for _ in range(2):
         with pytest.raises(WorkerFailed, match="cannot be led any more: RuntimeError"):
             list(iterator)
@@ -103,7 +103,7 @@ def test_a_crew_that_cannot_be_led_leaves_nothing(monkeypatch):
     assert not processes()
     del iterator
     gc.collect()
-    assert crew() is None
+    assert pool() is None
 
 
 # -- lives -----------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_interrupts_while_waiting_lose_nothing():
     with pipe.iterator(workers=1, window=2) as iterator:
         found = []
         interrupts = 0
-        waits = iterator._ahead._crew.batch
+        waits = iterator._prefetcher._pool.batch
 
         def waiting(job, index):  # Ctrl-C comes here and not between the lines of this test
             nonlocal interrupts
@@ -141,7 +141,7 @@ def test_interrupts_while_waiting_lose_nothing():
                 signal.raise_signal(signal.SIGINT)
             return waits(job, index)
 
-        iterator._ahead._crew.batch = waiting
+        iterator._prefetcher._pool.batch = waiting
         while len(found) < len(wanted):
             with contextlib.suppress(KeyboardInterrupt):
                 found.append(next(iterator))
@@ -164,7 +164,7 @@ def test_many_lives():
             iterator.set_state(state)
             np.testing.assert_equal([next(iterator) for _ in range(2)], wanted[:2])
         if lives % 4 == 1:
-            for pid in iterator._ahead._crew.pids():
+            for pid in iterator._prefetcher._pool.pids():
                 os.kill(pid, signal.SIGKILL)
         if lives % 4 == 0:
             del iterator  # collected with work in flight
@@ -197,10 +197,10 @@ iterators = [pipe.iterator(workers=2, **options) for pipe in pipes]
 for iterator in iterators:
     iterator.start_prefetch()
 batch = None if sys.argv[2] == "hang" else next(iterators[0])
-crews = [iterator._ahead._crew for iterator in iterators]
-while any(len(crew.pids()) < 2 for crew in crews):
+pools = [iterator._prefetcher._pool for iterator in iterators]
+while any(len(pool.pids()) < 2 for pool in pools):
     time.sleep(0.01)
-print(*(pid for crew in crews for pid in crew.pids()), flush=True)
+print(*(pid for pool in pools for pid in pool.pids()), flush=True)
 if sys.argv[3] != "end":
     time.sleep(1000)
 """
@@ -209,7 +209,7 @@ if sys.argv[3] != "end":
 def lives(pid):
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"datapipe.worker" in command
+        return b"datapipe.prefetch.worker" in command
     return False
 
 
@@ -302,6 +302,6 @@ def test_not_after_a_fork(monkeypatch):
         monkeypatch.setattr(os, "getpid", lambda: here + 1)
         with pytest.raises(Misuse, match="make another one after a fork"):
             list(itertools.islice(iterator, 20))
-        iterator._ahead._crew.close(wait=True)  # it is not his to close
+        iterator._prefetcher._pool.close(wait=True)  # it is not his to close
         monkeypatch.undo()
         assert len(processes()) == 1

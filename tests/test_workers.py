@@ -18,7 +18,7 @@ from memory_source import Columns, Gate, Records, number
 from worker_traces import no_traces, until  # noqa: F401 - a fixture
 
 from datapipe import BadRecord, Misuse, Pipeline
-from datapipe.crew import KEPT
+from datapipe.prefetch.worker_pool import KEPT
 
 pytestmark = pytest.mark.usefixtures("no_traces")
 
@@ -149,12 +149,12 @@ def test_a_worker_that_is_stuck_keeps_its_slots(tmp_path, move):
     pipe = Pipeline(Records(400), batch_size=1, seed=1, shuffle=False).map(gated, version="1")
     state = {**pipe.iterator().get_state(), "next_example": 200}
     with pipe.iterator(workers=2, window=4) as iterator:
-        crew = iterator._ahead._crew
+        pool = iterator._prefetcher._pool
         lent = [next(iterator) for _ in range(36)]
         until(stuck.exists)
         iterator.seek(200) if move == "seek" else iterator.set_state(state)
         found = [next(iterator)[0, 0] for _ in range(11)]
-        until(lambda: crew._is_short or crew._failure)
+        until(lambda: pool._is_short or pool._failure)
         found += [next(iterator)[0, 0] for _ in range(10)]
         opened.touch()
         found += [next(iterator)[0, 0] for _ in range(20)]
@@ -330,7 +330,7 @@ def test_what_cannot_be_sent_is_named():
         gate.iterator(workers=1)
     with pytest.raises(Misuse, match="take more workers instead of threads"):
         pipe.iterator(workers=1, threads=2)
-    with pytest.raises(Misuse, match="workers must be an integer from 0 to 1024, found -1"):
+    with pytest.raises(Misuse, match="workers must be an integer in \[0, 1024\], found -1"):
         pipe.iterator(workers=-1)
 
 

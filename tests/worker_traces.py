@@ -22,7 +22,7 @@ def processes(parent=None):
                 fields = stat.rpartition(")")[2].split()
                 command = (entry / "cmdline").read_bytes()
                 is_ours = int(fields[1]) == (parent or os.getpid())
-                if is_ours and (b"datapipe.worker" in command or fields[0] == "Z"):
+                if is_ours and (b"datapipe.prefetch.worker" in command or fields[0] == "Z"):
                     found.add(int(entry.name))
     return found
 
@@ -40,6 +40,6 @@ def no_traces():
     before = processes(), set(os.listdir("/dev/shm"))
     yield
     gc.collect()
-    until(lambda: not any(t.name == "datapipe-crew" for t in threading.enumerate()))
+    until(lambda: not any(t.name == "datapipe-workers" for t in threading.enumerate()))
     assert processes() <= before[0]
     assert {name for name in os.listdir("/dev/shm") if "datapipe" in name} <= before[1]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from datapipe import sidecar
-from datapipe.making import Progress, kept_by, lengths_by
-from datapipe.origin import Origin
+from datapipe.sources import sidecar
+from datapipe.sources.index_building import Progress, kept_by, lengths_by
+from datapipe.sources.origin import Origin
 from formats import open_source
 from tools.failures import Refusal
 

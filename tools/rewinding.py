@@ -33,9 +33,9 @@ from ckpt.skipped import commit_of, course_of
 from ckpt.spans import Counted
 from ckpt.steps import Manifest, read_manifest
 from ckpt.store import Store
-from datapipe import permute
-from datapipe.examples import Examples
-from datapipe.plan import VERSION, Plan
+from datapipe.order import permute
+from datapipe.order.examples import Examples
+from datapipe.order.plan import VERSION, Plan
 from datapipe.segments import toward
 from datapipe.state import State, segments_of
 from formats.errors import DataError, Unsupported

@@ -8,7 +8,7 @@ import numpy as np
 
 from datapipe.conformance.loader import FEATURES, Loader, Records, Setting
 from datapipe.pipeline import Pipeline
-from datapipe.stages import Pack
+from datapipe.sources.stages import Pack
 
 if TYPE_CHECKING:
     import jax

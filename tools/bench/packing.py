@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from datapipe.concatenation import Concatenation
-from datapipe.indexes import Lengths
-from datapipe.packing import Bins, Strategy, pack
-from datapipe.pieces import Pieces
-from datapipe.plan import Plan
-from datapipe.streams import Orders
+from datapipe.order.plan import Plan
+from datapipe.order.streams import Orders
+from datapipe.sources.concatenation import Concatenation
+from datapipe.sources.indexes import Lengths
+from datapipe.sources.packing import Bins, Strategy, pack
+from datapipe.sources.pieces import Pieces
 from tools.bench.asking import WrongValuesError
 from tools.bench.spreads import Spread
 from tools.bench.table import closing, environment

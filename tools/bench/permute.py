@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from datapipe.grain_order import GrainOrder
-from datapipe.permute import Order, Permutation
+from datapipe.order.grain_order import GrainOrder
+from datapipe.order.permute import Order, Permutation
 from formats.errors import Misuse
 from tools.bench.asking import WrongValuesError
 from tools.bench.spreads import Spread

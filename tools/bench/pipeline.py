@@ -19,7 +19,7 @@ from rich.table import Table
 
 import formats
 from datapipe import Pipeline
-from datapipe.ahead import Pace
+from datapipe.prefetch.pace import Pace
 from tools.bench import pipeline_sides as sides
 from tools.bench.asking import WrongValuesError
 from tools.bench.pipeline_sides import Side

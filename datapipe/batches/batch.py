@@ -1,0 +1,211 @@
+"""Making a batch from its rows: records through the functions of the user into one tree.
+
+First the records are read (`datapipe.batches.reading`), then each goes through the functions of
+examples, then they are stacked, then come the functions of batches. A record that turns out to be
+bad on the way gives its row to a substitute, which starts from the beginning; the other rows stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.batches.cost import Cost, size_of
+from datapipe.batches.faults import Fault, Tolerance, is_of_a_record
+from datapipe.batches.reading import Readable, Reads, has_trees, places, readable
+from datapipe.batches.replacing import Replacing
+from datapipe.batches.rows import Rows
+from datapipe.batches.stack import objects, stack
+from datapipe.batches.transforms import Transform, generator
+from formats.errors import Mismatch
+
+if TYPE_CHECKING:
+    from datapipe.batches.substitutes import Replaced
+    from formats.source import Batch, Source
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to read, what to do to it, and what to do about bad records."""
+
+    sources: tuple[Source, ...]
+    transforms: tuple[Transform, ...]
+    seed: int
+    tolerance: Tolerance = field(default_factory=Tolerance)
+
+    @cached_property
+    def has_trees(self) -> bool:
+        """Whether a source reads trees, which are stacked example by example."""
+        return any(map(has_trees, self.sources))
+
+
+class Made(NamedTuple):
+    """A batch, the bad records that came up in it and were not known before, and what it cost."""
+
+    batch: Any
+    faults: tuple[Fault, ...]
+    cost: Cost
+
+
+def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, cost: Cost) -> Made:
+    """One batch.
+
+    Args:
+      recipe: sources and transforms.
+      planned: its rows.
+      known: the records that are replaced.
+      done: the rows with substitutes for those, and their records; None: they are read.
+      cost: what the batch has cost up to here.
+
+    Raises:
+      BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`; what sources and
+        functions raise by no fault of a record, with a note that names it.
+    """
+    replacing = Replacing(recipe.sources, recipe.tolerance, known)
+    each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
+    if each or recipe.has_trees:
+        batch = _mapped(recipe, each, planned, replacing, done, cost)
+    else:
+        if done is None:
+            with cost.of("reading"):
+                done = readable(recipe.sources, planned, replacing)
+        with cost.of("stacking"):
+            batch = _taken(recipe.sources, done)
+    for transform in recipe.transforms[len(each) :]:
+        try:
+            with cost.of("functions"):
+                batch = transform.fn(batch)
+        except Exception as error:
+            first, last = int(planned.examples[0]), int(planned.examples[-1])
+            error.add_note(f"in .{transform.label} of the batch of examples {first} to {last}")
+            raise
+    cost.records = planned.size
+    cost.size_bytes = size_of(batch)
+    return Made(batch, replacing.found, cost)
+
+
+# -- examples --------------------------------------------------------------------------------------
+
+
+def _mapped(
+    recipe: Recipe,
+    transforms: Sequence[Transform],
+    planned: Rows,
+    replacing: Replacing,
+    done: Readable | None,
+    cost: Cost,
+) -> Any:
+    """The batch where functions make its examples."""
+    steady = len(list(takewhile(lambda transform: transform.kind == "map", transforms)))
+    examples: list[Any] = [None] * planned.size
+    records = planned.records.copy()
+    left = np.arange(planned.size)  # those that are not made yet
+    while left.size:
+        if done is None:
+            with cost.of("reading"):
+                done = readable(recipe.sources, planned.take(left), replacing)
+        rows, reads = done
+        records[left] = rows.records
+        at, numbers = places(recipe.sources, done).tolist(), rows.sources.tolist()
+        bad: list[int] = []
+        with cost.of("functions"):
+            for row, goal in enumerate(left.tolist()):
+                raw = _record(reads[numbers[row]], at[row])
+                failed = None
+                try:
+                    examples[goal] = _example(recipe.seed, transforms, rows, row, raw)
+                except _Failed as error:
+                    failed = error
+                if failed is not None:
+                    what, reason = f"fails in .{transforms[failed.position].label}", failed.reason
+                    if failed.position >= steady or not is_of_a_record(reason):
+                        reason.add_note(replacing.told(rows, row, what, reason))
+                        raise reason
+                    replacing.note(rows, row, what, reason)
+                    bad.append(row)
+        left, done = left[bad], None
+    with cost.of("stacking"):
+        return stack(examples, [f"record {record}" for record in records.tolist()])
+
+
+class _Failed(Exception):
+    """A function of examples raised."""
+
+    def __init__(self, position: int, reason: Exception) -> None:
+        super().__init__(position, reason)
+        self.position = position
+        self.reason = reason
+
+
+def _example(seed: int, transforms: Sequence[Transform], rows: Rows, row: int, value: Any) -> Any:
+    """One record through the functions of examples."""
+    for position, transform in enumerate(transforms):
+        try:
+            if transform.kind == "map":
+                value = transform.fn(value)
+            else:
+                epoch, record = int(rows.epochs[row]), int(rows.records[row])
+                rng = generator(seed, epoch, record, position, int(rows.sources[row]))
+                value = transform.fn(value, rng)
+        except Exception as error:
+            raise _Failed(position, error) from error
+    return value
+
+
+def _record(raw: Batch, place: int) -> Any:
+    if isinstance(raw, list):
+        return raw[place]
+    return {name: column[place] for name, column in raw.items()}
+
+
+# -- whole batches ---------------------------------------------------------------------------------
+
+
+def _taken(sources: Sequence[Source], done: Readable) -> Any:
+    """The batch where no function of examples makes it: what was read is its own."""
+    if len(sources) == 1:
+        return _arrays(done.reads[0])
+    return _mixed(done.reads, done.rows.sources)
+
+
+def _mixed(reads: Reads, sources: NDArray[np.int64]) -> Any:
+    """The rows of a batch of several sources, which must have the same columns."""
+    numbers = sorted(reads)
+    parts = {number: _arrays(reads[number]) for number in numbers}
+    forms = {number: _form(part) for number, part in parts.items()}
+    for number, form in forms.items():
+        if form != forms[numbers[0]]:
+            raise Mismatch(
+                "the sources do not fit in one batch; make their examples the same in .map, or "
+                "read the same columns",
+                [f"source {numbers[0]}: {forms[numbers[0]]}", f"source {number}: {form}"],
+            )
+    order = np.argsort(np.concatenate([np.flatnonzero(sources == n) for n in numbers]))
+    first = parts[numbers[0]]
+    if not isinstance(first, dict):
+        return np.concatenate([parts[number] for number in numbers])[order]
+    return {
+        name: np.concatenate([parts[number][name] for number in numbers])[order] for name in first
+    }
+
+
+def _form(part: Any) -> str:
+    if isinstance(part, dict):
+        return ", ".join(f"{k}: {v.dtype}{list(v.shape[1:])}" for k, v in part.items())
+    return "records of bytes"
+
+
+def _arrays(raw: Batch) -> Any:
+    """Records as a batch has them."""
+    if isinstance(raw, list):
+        return objects(raw)
+    return {
+        name: column if isinstance(column, np.ndarray) else objects(column)
+        for name, column in raw.items()
+    }

@@ -1,0 +1,115 @@
+"""Bad records: whose fault an error is, what is told of it, and when there are too many.
+
+A record is bad where its bytes alone decide that: it cannot be read, or a `.map` raises for it
+before any `.random_map`. What else goes wrong is not mended by taking another record: a store that
+does not answer, a function that fails by chance or for a whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from datapipe.integers import LIMIT, integer
+from formats.errors import BadRecord, Damaged, DataError, Misuse
+
+OnBadRecord = Literal["raise", "replace"]
+_POLICIES: Final = ("raise", "replace")
+_NAMED: Final = 3  # bad records that the error about too many of them describes
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What becomes of bad records.
+
+    Args:
+      policy: "raise" an error about the first one, or "replace" each by another record.
+      limit: how many may be replaced.
+
+    Raises:
+      Misuse: an argument is out of range.
+    """
+
+    policy: OnBadRecord = "raise"
+    limit: int = 100
+
+    def __post_init__(self) -> None:
+        if self.policy not in _POLICIES:
+            raise Misuse(
+                f"on_bad_record must be one of {', '.join(_POLICIES)}, found {self.policy!r}"
+            )
+        limit = integer("bad_record_limit", self.limit, 0, LIMIT)
+        object.__setattr__(self, "limit", limit)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A bad record, where it came up, and why it is bad; plain values that cross processes.
+
+    source, id: as in `datapipe.batches.substitutes`.
+    record: its number in the source.
+    where: its place in words; `file` and `position` where the source tells them, else "" and -1.
+    example, epoch: at which it came up, itself or as a substitute.
+    what: what is wrong, as the predicate of a sentence.
+    """
+
+    source: int
+    id: int
+    record: int
+    where: str
+    file: str
+    position: int
+    example: int
+    epoch: int
+    what: str
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """(source, id)."""
+        return self.source, self.id
+
+    def __str__(self) -> str:
+        return (
+            f"record {self.record} ({self.where}) {self.what}. It came up in example "
+            f"{self.example}, in epoch {self.epoch}"
+        )
+
+    def error(self, cure: str) -> BadRecord:
+        """As an error."""
+        return BadRecord(
+            f"{self}: {cure}", index=self.record, file=self.file, position=self.position
+        )
+
+
+def is_of_a_record(error: Exception) -> bool:
+    """Can an error be the fault of one record?
+
+    Not where a store does not answer, a call is wrong, memory is short, or the system refuses. (An
+    `OSError` without a number is what decoders of images raise.)
+    """
+    if isinstance(error, DataError):
+        return isinstance(error, BadRecord | Damaged)
+    if isinstance(error, MemoryError | ConnectionError | TimeoutError):
+        return False
+    return not isinstance(error, OSError) or error.errno is None
+
+
+def too_many(before: int, found: Sequence[Fault], limit: int) -> BadRecord:
+    """The error for more bad records than may be replaced.
+
+    Args:
+      before: how many are replaced already.
+      found: those that came up now, at least one.
+      limit: how many may be replaced.
+    """
+    named = "".join(f"\n  {fault}" for fault in found[:_NAMED])
+    more = f"\n  and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return BadRecord(
+        f"{before + len(found)} records are bad, and bad_record_limit={limit} may be replaced: "
+        f"mend the source or the .map, or raise the limit. {before} are replaced already (the log "
+        f"has named them); now came up:{named}{more}",
+        index=found[0].record,
+        file=found[0].file,
+        position=found[0].position,
+    )

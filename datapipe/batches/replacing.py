@@ -1,0 +1,121 @@
+"""The bad records that come up while one batch is made, and its rows without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from datapipe.batches.faults import Fault, Tolerance, too_many
+from datapipe.batches.rows import Rows
+from datapipe.batches.substitutes import CANDIDATES, Replaced, candidates
+from formats.errors import BadRecord
+
+if TYPE_CHECKING:
+    from formats.source import Source
+
+
+class Replacing:
+    """What is bad, as far as one batch is concerned. For one thread.
+
+    Args:
+      sources: of the pipeline.
+      tolerance: what becomes of bad records that come up.
+      known: those that are replaced whatever the policy says.
+    """
+
+    def __init__(self, sources: Sequence[Source], tolerance: Tolerance, known: Replaced) -> None:
+        self._sources = sources
+        self._tolerance = tolerance
+        self._known = known
+        self._found: dict[tuple[int, int], Fault] = {}
+
+    @property
+    def found(self) -> tuple[Fault, ...]:
+        """Those that came up and were not known."""
+        return tuple(self._found.values())
+
+    def told(self, rows: Rows, row: int, what: str, reason: Exception) -> str:
+        """What went wrong with a row by no fault of its record, in words."""
+        fault = self._fault(rows, row, what, reason)
+        return f"{fault}: mend the function, or leave it out with {_skip(fault.example)}"
+
+    def note(self, rows: Rows, row: int, what: str, reason: Exception) -> None:
+        """The record of a row turns out to be bad.
+
+        Raises:
+          BadRecord: it is not to be replaced, or there are too many; caused by `reason`.
+        """
+        fault = self._fault(rows, row, what, reason)
+        if self._tolerance.policy == "raise":
+            raise fault.error(self._cure(fault.example)) from reason
+        self._found[fault.pair] = fault
+        if len(self._known) + len(self._found) > self._tolerance.limit:
+            raise too_many(len(self._known), self.found, self._tolerance.limit) from reason
+
+    def rows(self, planned: Rows) -> Rows:
+        """The rows with substitutes for all records that are bad as far as is known.
+
+        Raises:
+          BadRecord: there is no substitute.
+        """
+        if not len(self._known) and not self._found:
+            return planned
+        records = planned.records.copy()
+        for number in planned.numbers():
+            there = np.flatnonzero(planned.sources == number)
+            ids = planned.take(there).ids(self._sources[number])
+            for at in np.flatnonzero(self._bad(number, ids)).tolist():
+                row = int(there[at])
+                records[row] = self._substitute(planned, row, int(ids[at]))
+        return planned._replace(records=records)
+
+    def _bad(self, number: int, ids: np.ndarray) -> np.ndarray:
+        bad = self._known.mask(number, ids)
+        new = [id for source, id in self._found if source == number]
+        return bad | np.isin(ids, new) if new else bad
+
+    def _substitute(self, planned: Rows, row: int, id: int) -> int:
+        number = int(planned.sources[row])
+        source = self._sources[number]
+        one = planned.take([row])
+        for item in candidates(number, id, len(source)):
+            ids = one._replace(records=np.array([item], np.int64)).ids(source)
+            if not self._bad(number, ids)[0]:
+                return item
+        record = int(planned.records[row])
+        raise BadRecord(
+            f"record {record} ({source.where(record)}) is bad, and so are all {CANDIDATES} records "
+            "that could stand in for it: mend the source, or the .map that fails",
+            index=record,
+        )
+
+    def _fault(self, rows: Rows, row: int, what: str, reason: Exception) -> Fault:
+        number, record = int(rows.sources[row]), int(rows.records[row])
+        source = self._sources[number]
+        told = reason if isinstance(reason, BadRecord) else BadRecord("")
+        return Fault(
+            source=number,
+            id=int(rows.take([row]).ids(source)[0]),
+            record=record,
+            where=source.where(record),
+            file=told.file,
+            position=told.position,
+            example=int(rows.examples[row]),
+            epoch=int(rows.epochs[row]),
+            what=f"{what}: {type(reason).__name__}: {reason}",
+        )
+
+    def _cure(self, example: int) -> str:
+        skip = _skip(example)
+        if self._tolerance.policy == "replace":
+            return f"mend it, or leave it out with {skip}"
+        return (
+            f"mend it, leave it out with {skip}, or let another record take its place with "
+            'Pipeline(..., on_bad_record="replace")'
+        )
+
+
+def _skip(example: int) -> str:
+    return f"iterator.skip(iterator.plan.addresses([({example}, {example + 1})]))"

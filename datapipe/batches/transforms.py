@@ -1,0 +1,71 @@
+"""What is done to records after they are read: user functions, each with a version.
+
+The code of a function cannot be compared, so its `version` stands for it: change it whenever the
+function changes what it returns, and states saved under the old one are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from datapipe.order.permute import mix
+from formats.errors import Misuse
+
+Kind = Literal["map", "random_map", "map_batch"]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One function of the pipeline: what it is called with is told by its kind.
+
+    "map": fn(example). "random_map": fn(example, rng). "map_batch": fn(batch).
+    """
+
+    kind: Kind
+    fn: Callable[..., Any]
+    version: str
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise Misuse(f".{self.kind} wants a function, found {self.fn!r}")
+        if not isinstance(self.version, str) or not 0 < len(self.version) <= 64:
+            raise Misuse(
+                f".{self.kind} wants a version, a text of 1 to 64 characters such as '1', "
+                f"found {self.version!r}"
+            )
+
+    @property
+    def label(self) -> str:
+        """Kind and version, as saved in states."""
+        return f"{self.kind} {self.version}"
+
+
+def extended(transforms: Sequence[Transform], added: Transform) -> tuple[Transform, ...]:
+    """`transforms` with one more behind.
+
+    Raises:
+      Misuse: a function of examples would come after a function of batches.
+    """
+    if added.kind != "map_batch" and any(done.kind == "map_batch" for done in transforms):
+        raise Misuse(
+            f".{added.kind} after .map_batch: there are no single examples any more; "
+            "put it before, or write it as a .map_batch"
+        )
+    return (*transforms, added)
+
+
+def generator(
+    seed: int, epoch: int, record: int, position: int, source: int = 0
+) -> np.random.Generator:
+    """The random numbers of one record of a source in one epoch for the transform at `position`.
+
+    They depend on nothing else: not on batch size, threads, processes, or what ran before. The
+    bit stream is Philox, keyed by the record itself beside a mix of the others.
+    """
+    words = (seed, epoch, position, source) if source else (seed, epoch, position)
+    key = np.array([mix(*words), record], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))

@@ -1,0 +1,136 @@
+"""The coming batches: read together, in the order of the files, and made one by one.
+
+A `Window` is a few consecutive batches of a plan. Their records are read by one call when the first
+of the batches is made, and each batch then gets its part of what came, without another copy. A
+batch is a pure function of plan, source and transforms: which window it is in does not change it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.batches.batch import Made, Recipe, make
+from datapipe.batches.cost import Cost
+from datapipe.batches.faults import Fault
+from datapipe.batches.reading import Readable, read, shares
+from datapipe.batches.replacing import Replacing
+from datapipe.batches.rows import Rows
+from datapipe.batches.substitutes import Replaced
+from datapipe.order.plan import Plan
+from formats.errors import BadRecord
+
+
+class Window:
+    """A few batches of a plan from a position on. Safe to call from several threads.
+
+    Args:
+      recipe: sources and transforms.
+      plan: the order.
+      next_example: the position of the first batch.
+      count: number of batches; fewer at the end of the plan.
+      rows: which rows of each batch to make, int64, ascending; None: all of them.
+      replaced: the records that are replaced.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        next_example: int,
+        count: int,
+        rows: NDArray[np.int64] | None,
+        replaced: Replaced,
+    ) -> None:
+        self._recipe = recipe
+        self._plan = plan
+        self._rows = rows
+        self._replaced = replaced
+        self._examples = plan.examples(next_example, count)
+        self._lock = threading.Lock()
+        self._shares: list[tuple[Rows, Readable | None]] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of batches."""
+        return len(self._examples)
+
+    def position_after(self, index: int) -> int:
+        """The position when batch `index` is delivered."""
+        return int(self._examples[index][-1]) + 1
+
+    def is_at_hand(self, index: int) -> bool:
+        """Whether batch `index` is read and needs no more work than a thread costs."""
+        if self._shares is None or self._shares[index][1] is None:
+            return False
+        return not (self._recipe.transforms or self._recipe.has_trees)
+
+    def batch(self, index: int) -> Made:
+        """Batch `index` of the window; to be asked for once, since its arrays are handed out.
+
+        Raises:
+          BadRecord: a record of *this* batch is bad and not to be replaced.
+        """
+        cost = Cost()
+        with self._lock:
+            if self._shares is None:
+                with cost.of("reading"):
+                    self._shares = self._read()
+        planned, done = self._shares[index]
+        try:
+            return make(self._recipe, planned, self._replaced, done, cost)
+        except StopIteration as error:  # from a function of the user: it would look like the end
+            raise RuntimeError("a function of the pipeline raised StopIteration") from error
+
+    def holds(self, index: int, faults: Sequence[Fault], replaced: Replaced) -> bool:
+        """Whether batch `index` is the same one where these records are replaced.
+
+        `faults` are the records that came up in it. Records that were good when it was made may be
+        bad by now, in their own places or in those of others.
+        """
+        if replaced is self._replaced:
+            return True
+        (planned,) = self._located(self._examples[index : index + 1])
+        found = [fault.pair for fault in faults]
+        recipe = self._recipe
+        try:
+            then, now = (
+                Replacing(recipe.sources, recipe.tolerance, each.union(found)).rows(planned)
+                for each in (self._replaced, replaced)
+            )
+        except BadRecord:  # nothing can stand in for one of them any more
+            return False
+        return np.array_equal(then.records, now.records)
+
+    def _read(self) -> list[tuple[Rows, Readable | None]]:
+        """Of each batch its rows, and what was read for it.
+
+        None where the reading failed: each batch then reads alone, and the one at fault says so.
+        """
+        batches = self._located(self._examples)
+        recipe = self._recipe
+        try:
+            replacing = Replacing(recipe.sources, recipe.tolerance, self._replaced)
+            rows = replacing.rows(Rows.joined(batches))
+            reads = read(recipe.sources, rows)
+        except Exception:
+            return [(batch, None) for batch in batches]
+        parts = _cut(rows, [batch.size for batch in batches])
+        return list(zip(batches, shares(recipe.sources, parts, reads), strict=True))
+
+    def _located(self, batches: Sequence[NDArray[np.int64]]) -> list[Rows]:
+        if self._rows is not None:
+            batches = [batch[self._rows] for batch in batches]
+        examples = np.concatenate(batches)
+        rows = Rows(examples, *self._plan.locate(examples))
+        return _cut(rows, [batch.size for batch in batches])
+
+
+def _cut(rows: Rows, sizes: Sequence[int]) -> list[Rows]:
+    """Rows as parts of these sizes."""
+    bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [rows.take(slice(*ends)) for ends in bounds]

@@ -1,0 +1,208 @@
+"""A shuffle for sources where a record costs the block it lies in, such as a Parquet row group.
+
+The blocks of an epoch are permuted; `window` of them, in that order, make a window; and the records
+of a window are permuted. So all batches of a window are made from `window` blocks, none of which is
+needed again in that epoch. Records of one block stay within a window of each other: the smaller
+the window, the less is shuffled.
+
+Where a window begins follows from the lengths of the blocks before it: a table of each epoch, 16
+bytes a block, made in O(blocks) at the first question. Beyond it all is arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from datapipe.integers import integer
+from datapipe.order.permute import Permutation, fresh_indices, mix
+from formats.errors import Misuse
+from formats.source import grouped
+
+VERSION: Final = 1  # of the order: saved in states
+WINDOW: Final = 16
+BLOCKS_LIMIT: Final = 1 << 24
+
+_EPOCHS: Final = 3  # whose tables are held: batches lie across a border, and one may look further
+
+
+@final
+class Blocks:
+    """How a source is cut into blocks, and how many of them are shuffled together.
+
+    Safe to call from several threads; goes to other processes.
+
+    Args:
+      bounds: int64[blocks + 1], from 0 to the number of records, not falling; blocks without
+        records are left out. At most 2^24 blocks.
+      window: blocks of a window, 1 or more.
+
+    Raises:
+      Misuse: an argument is out of range.
+    """
+
+    def __init__(self, bounds: ArrayLike, window: int = WINDOW) -> None:
+        given = np.asarray(bounds)
+        if (
+            given.ndim != 1
+            or given.dtype.kind not in "iu"
+            or given.size < 2
+            or given[0] != 0
+            or (given[1:] < given[:-1]).any()
+            or given[-1] == 0
+        ):
+            raise Misuse(
+                "blocks: wanted integers that rise from 0 to the number of records, found "
+                f"{given.dtype} of shape {list(given.shape)}: {given.reshape(-1)[:8].tolist()}"
+            )
+        first = np.append(True, given[1:] > given[:-1])
+        self.bounds: NDArray[np.int64] = given[first].astype(np.int64)
+        self.bounds.flags.writeable = False
+        if self.count > BLOCKS_LIMIT:
+            raise Misuse(f"blocks: wanted at most {BLOCKS_LIMIT}, found {self.count}: make larger")
+        self.window = integer("shuffle_window", window, 1, BLOCKS_LIMIT)
+        self._shorter: dict[int, Blocks] = {}
+        self._orders: dict[tuple[int, int, int], BlockOrder] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Blocks, (self.bounds, self.window)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Blocks):
+            return NotImplemented
+        return (self.digest, self.window) == (other.digest, other.window)
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.window))
+
+    def __repr__(self) -> str:
+        return f"Blocks({self.count} of {self.items} records, windows of {self.window})"
+
+    @property
+    def told(self) -> str:
+        """All that decides an order, in one line."""
+        return f"{VERSION} {self.digest} {self.window}"
+
+    @property
+    def items(self) -> int:
+        """Records of all blocks."""
+        return int(self.bounds[-1])
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return int(self.bounds.size) - 1
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the bounds: 32 hex digits."""
+        return hashlib.sha256(self.bounds.astype("<i8").tobytes()).hexdigest()[:32]
+
+    def of(self, items: int) -> Blocks:
+        """Those of the first `items` records: of the source before it grew.
+
+        Raises:
+          Misuse: there are not so many.
+        """
+        integer("items", items, 1, self.items)
+        if items == self.items:
+            return self
+        with self._lock:
+            if items not in self._shorter:
+                inside = self.bounds[: np.searchsorted(self.bounds, items)]
+                self._shorter[items] = Blocks(np.append(inside, items), self.window)
+            return self._shorter[items]
+
+    def order(self, seed: int, epoch: int, stream: int) -> BlockOrder:
+        """The order of the records in an epoch; that of the last few epochs is held."""
+        key = (seed, epoch, stream)
+        with self._lock:
+            found = self._orders.pop(key, None) or BlockOrder(self, *key)
+            self._orders[key] = found
+            while len(self._orders) > _EPOCHS:
+                del self._orders[next(iter(self._orders))]
+            return found
+
+
+@dataclass(frozen=True, eq=False)
+class BlockOrder:
+    """A bijection of [0, n) that keeps the records of a block together; an `Order`.
+
+    The same arguments give the same bijection on every machine and in every release.
+
+    Args:
+      blocks: of n records, and how many of them are a window.
+      seed, epoch, stream: as of a `Permutation`.
+    """
+
+    blocks: Blocks
+    seed: int
+    epoch: int = 0
+    stream: int = 0
+
+    @property
+    def n(self) -> int:
+        """Size of the domain."""
+        return self.blocks.items
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Record ids at `positions` of the epoch; fresh int64, same shape."""
+        values = fresh_indices(positions, self.n)
+        flat = values.reshape(-1)
+        places = np.empty_like(flat)
+        for window, inside, slots in grouped(flat, self._windows):
+            places[slots] = self._windows[window] + self._inner(window)(inside)
+        ranks = np.searchsorted(self._starts, places, side="right") - 1
+        flat[...] = self.blocks.bounds[self._order[ranks]] + (places - self._starts[ranks])
+        return values
+
+    def inverse(self, records: ArrayLike) -> NDArray[np.int64]:
+        """Positions of `records` in the epoch; fresh int64, same shape."""
+        values = fresh_indices(records, self.n)
+        flat = values.reshape(-1)
+        block = np.searchsorted(self.blocks.bounds, flat, side="right") - 1
+        ranks = self._outer.inverse(block)
+        places = self._starts[ranks] + (flat - self.blocks.bounds[block])
+        for window, inside, slots in grouped(places, self._windows):
+            flat[slots] = self._windows[window] + self._inner(window).inverse(inside)
+        return values
+
+    @cached_property
+    def _outer(self) -> Permutation:
+        """Of the blocks."""
+        return Permutation(self.blocks.count, mix(VERSION, self.seed, 0), self.epoch, self.stream)
+
+    def _inner(self, window: int) -> Permutation:
+        """Of the records of a window."""
+        size = int(self._windows[window + 1] - self._windows[window])
+        return _permutation(size, mix(VERSION, self.seed, 1 + window), self.epoch, self.stream)
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        """The blocks in the order of the epoch."""
+        return self._outer(np.arange(self.blocks.count))
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Of the blocks in that order: how many records come before; at the end, all of them."""
+        sizes = np.diff(self.blocks.bounds)[self._order]
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+
+    @cached_property
+    def _windows(self) -> NDArray[np.int64]:
+        """The first position of each window; at the end, the number of records."""
+        return np.append(self._starts[: -1 : self.blocks.window], self._starts[-1])
+
+
+@functools.lru_cache(maxsize=256)
+def _permutation(size: int, seed: int, epoch: int, stream: int) -> Permutation:
+    """Kept, since its keys are made in Python."""
+    return Permutation(size, seed, epoch, stream)

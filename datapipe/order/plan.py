@@ -1,0 +1,397 @@
+"""Which example stands in which batch, and back: arithmetic on what is not skipped.
+
+A *skip* is an example that no batch may hold. It is remembered as ordinals of its source, so that
+it stays in force for the same examples when weights or batch size change; written down, ordinal k
+of source s is the *address* s * 2^62 + k. With `skip_records` its item stays away in all later
+epochs, too (`datapipe.order.lasting_skips`). With `rank` of an example = how many before it are not
+left out, a batch is the next `batch_size` ranks. What becomes of the end of an epoch says
+`remainder`:
+
+    "carry"   batches run on into the next epoch; a short one at the very end is left out
+    "keep"    every epoch ends with a short batch, if need be
+    "drop"    every epoch ends with its last full batch; what is left over is not served
+
+A position is the number of an example, the first one that was not delivered. It does not depend on
+the batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.integers import LIMIT, integer
+from datapipe.order.epoch_bounds import Borders
+from datapipe.order.examples import Examples, Located
+from datapipe.order.lasting_skips import lasting
+from datapipe.order.ranks import Ranks
+from datapipe.order.skips import LeftOut, Skips
+from datapipe.order.streams import Shuffle
+from formats.errors import Misuse
+
+VERSION: Final = 1  # of the order of records: saved in states
+
+Remainder = Literal["carry", "keep", "drop"]
+_REMAINDERS: Final = ("carry", "keep", "drop")
+
+
+class BatchPlan(NamedTuple):
+    """What one batch holds."""
+
+    batch: int  # counted from example 0 under the skips of the plan
+    examples: tuple[tuple[int, int], ...]  # half-open ranges
+    sources: NDArray[np.int64]  # of each row
+    epochs: NDArray[np.int64]
+    items: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of a run.
+
+    Args:
+      order: all examples.
+      batch_size: examples per batch, over all processes.
+      remainder: what becomes of the end of an epoch. "keep" and "drop" are for one source.
+      skips: by source, the ordinals that are not served.
+      skip_records: their items are not served in later epochs, either.
+
+    Raises:
+      Misuse: an argument is out of range.
+    """
+
+    order: Examples
+    batch_size: int
+    remainder: Remainder = "carry"
+    skips: tuple[Skips, ...] = ()
+    skip_records: bool = field(default=False, kw_only=True)
+
+    @staticmethod
+    def of(
+        items: int,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: Shuffle = "global",
+        epochs: int | None = None,
+        remainder: Remainder = "carry",
+    ) -> Plan:
+        """Of one source with that many items; see `Examples`."""
+        return Plan(Examples.of(items, seed, shuffle, epochs), batch_size, remainder)
+
+    def __post_init__(self) -> None:
+        size = integer("batch_size", self.batch_size, 1, LIMIT)
+        object.__setattr__(self, "batch_size", size)
+        if self.remainder not in _REMAINDERS:
+            raise Misuse(
+                f"remainder must be one of {', '.join(_REMAINDERS)}, found {self.remainder!r}"
+            )
+        sources = self.order.source_count
+        if self.remainder != "carry" and sources > 1:
+            raise Misuse(
+                f"remainder={self.remainder!r} is for one source, here are {sources}, each with "
+                "epochs of its own: take 'carry'"
+            )
+        if len(self.skips) > sources:
+            raise Misuse(f"skips of {len(self.skips)} sources, here are {sources}")
+        missing = (Skips(),) * (sources - len(self.skips))
+        object.__setattr__(self, "skips", (*self.skips, *missing))
+        self._left  # noqa: B018  (refuses what is too much)
+
+    # -- the whole plan ------------------------------------------------------------------------
+
+    @property
+    def batch_count(self) -> int | None:
+        """Batches from example 0 to the end; None: without end."""
+        return self.batches_left(0)
+
+    @property
+    def end(self) -> int:
+        """One past the last example that can be named: the end, or 2^62 without one."""
+        return self.order.end
+
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """What is skipped, as ranges of addresses, ascending."""
+        return [
+            (source * LIMIT + start, source * LIMIT + stop)
+            for source, skips in enumerate(self.skips)
+            for start, stop in skips.ranges
+        ]
+
+    def skipping(self, addresses: Iterable[tuple[int, int]]) -> Plan:
+        """This plan with more examples skipped, beside those that are.
+
+        Raises:
+          Misuse: a range is none, or of a source that there is not.
+        """
+        more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
+        for source, start, stop in map(_parted, addresses):
+            if source >= len(more):
+                raise Misuse(
+                    f"a skip of source {source}, here are {len(more)}: a source of which examples "
+                    "are skipped stays, be it with a weight of 0"
+                )
+            more[source].append((start, stop))
+        both = (old.union(new) for old, new in zip(self.skips, more, strict=True))
+        return replace(self, skips=tuple(both))
+
+    def present(self, addresses: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The ranges of the sources there are: others may come in later."""
+        return [each for each in addresses if each[0] < self.order.source_count * LIMIT]
+
+    def unskipped(self) -> Plan:
+        """This plan with nothing skipped."""
+        return replace(self, skips=())
+
+    # -- forwards ------------------------------------------------------------------------------
+
+    def batches_left(self, next_example: int) -> int | None:
+        """How many batches follow a position; None: without end."""
+        if self.order.epochs is None:
+            self._position(next_example)
+            return None
+        return self._batches_after(next_example)
+
+    def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
+        """The examples of each of the next batches, in order; fewer batches at the end."""
+        bounds = self._bounds(next_example, 0, batches)
+        found: list[NDArray[np.int64]] = []
+        for first, last in _united(bounds):  # one batch behind the other: all at once
+            whole = self._ranks.between(first, last)
+            found += [whole[a - first : b - first] for a, b in bounds if first <= a < last]
+        return found
+
+    def advance(self, next_example: int, batches: int = 1) -> int:
+        """The position after that many batches: one past the last example they hold.
+
+        At the end of the last epoch it stays behind the last batch.
+        """
+        integer("batches", batches, 0, LIMIT)
+        if batches == 0:
+            return next_example
+        batches = self._at_most(next_example, batches)
+        if batches == 0:
+            return next_example
+        ((_, stop),) = self._bounds(next_example, batches - 1, batches)
+        return self._ranks.at(stop - 1) + 1
+
+    def locate(self, examples: NDArray[np.int64]) -> Located:
+        """Source, epoch and item of each example; same shape."""
+        return self.order.locate(examples)
+
+    def records(self, batches: int | range) -> NDArray[np.int64]:
+        """The record numbers that batches hold, counted from example 0, row by row.
+
+        Batches beyond the end hold nothing. Which source a number belongs to say the `rows`.
+        """
+        return self.rows(batches).items
+
+    def rows(self, batches: int | range) -> Located:
+        """Source, epoch and item of each row of these batches."""
+        first, stop = _batch_range(batches)
+        rows = [self._ranks.between(*ranks) for ranks in self._bounds(0, first, stop)]
+        return self.locate(np.concatenate([np.zeros(0, np.int64), *rows]))
+
+    def span(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
+        """The examples held by batches first..stop-1, counted from a position.
+
+        As half-open ranges, sorted, skipped examples left out.
+        """
+        integer("first", first, 0, LIMIT)
+        integer("stop", stop, first, LIMIT)
+        found: list[tuple[int, int]] = []
+        for start_rank, stop_rank in self._stretches(next_example, first, stop):
+            found += self._ranks.cut(start_rank, stop_rank)
+        return found
+
+    def addresses(self, examples: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Ranges of examples as ranges of addresses: to skip these is to skip those."""
+        found = []
+        for start, stop in examples:
+            for source, (first, last) in enumerate(
+                zip(self.order.ordinals(start), self.order.ordinals(stop), strict=True)
+            ):
+                if first < last:
+                    found.append((source * LIMIT + first, source * LIMIT + last))
+        return found
+
+    def describe(self, batch: int, count: int = 1) -> tuple[BatchPlan, ...]:
+        """What `count` batches from `batch` on hold, without reading data; fewer at the end."""
+        integer("batch", batch, 0, LIMIT)
+        integer("count", count, 0, LIMIT)
+        found: list[BatchPlan] = []
+        for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
+            located = self.locate(self._ranks.between(*ranks))
+            found.append(BatchPlan(index, tuple(self._ranks.cut(*ranks)), *located))
+        return tuple(found)
+
+    # -- backwards -----------------------------------------------------------------------------
+
+    def batches(
+        self, item: int, *, source: int = 0, epochs: range | None = None
+    ) -> tuple[int, ...]:
+        """The batches that hold an item of a source, ascending, counted as by `records`.
+
+        Args:
+          item: its number in the source.
+          source: the number of the source.
+          epochs: the epochs of the source to look at; by default all of them.
+
+        Raises:
+          Misuse: no such item; or the plan has no end and `epochs` is not given.
+        """
+        integer("source", source, 0, self.order.source_count - 1)
+        stream = self.order.streams[source]
+        integer("an item", item, 0, stream.items - 1)
+        if epochs is None:
+            if self.order.epochs is None:
+                raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
+            epochs = range(self.order.epochs)
+        last = stream.epoch_of(LIMIT) if self.order.epochs is None else self.order.epochs
+        found = set()
+        within = range(max(0, epochs.start), min(last, epochs.stop), epochs.step)
+        for ordinal in stream.ordinals(item, within):
+            example = self.order.example(source, ordinal)
+            if example is None or example >= self.end:
+                continue
+            if self._left[source].mask(np.array([ordinal], np.int64))[0]:
+                continue
+            batch = self._batch_of(example)
+            if batch is not None:
+                found.add(batch)
+        return tuple(sorted(found))
+
+    # -- batches as ranks ------------------------------------------------------------------------
+
+    @cached_property
+    def _left(self) -> tuple[LeftOut, ...]:
+        """By source."""
+        if not self.skip_records:
+            return self.skips
+        pairs = zip(self.order.streams, self.skips, strict=True)
+        return tuple(lasting(stream, skips) if skips.ranges else skips for stream, skips in pairs)
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.order, self._left)
+
+    @cached_property
+    def _borders(self) -> Borders | None:
+        """None where batches run over the borders of epochs."""
+        if self.remainder == "carry":
+            return None
+        short = self.remainder == "keep"
+        (stream,), (skips,), (left,) = self.order.streams, self.skips, self._left
+        return Borders(stream, skips, left, self.batch_size, short, self.order.epochs)
+
+    def _position(self, next_example: int) -> None:
+        integer("an example", next_example, 0, self.end)
+
+    def _batches_after(self, next_example: int) -> int:
+        self._position(next_example)
+        if self._borders is None:
+            return (self._ranks.rank(self.end) - self._ranks.rank(next_example)) // self.batch_size
+        if next_example == self.end:
+            return 0
+        epoch, rest = self._rest(self._borders, next_example)
+        return rest + self._borders.before(self._borders.last_epoch) - self._borders.before(epoch)
+
+    def _at_most(self, next_example: int, wanted: int) -> int:
+        """So many batches, or as many as there are after a position."""
+        if self._borders is None:
+            self._position(next_example)
+            # Far from the end it need not be known how much is left out until there.
+            needed = self._ranks.rank(next_example) + wanted * self.batch_size
+            if needed <= self._floor:
+                return wanted
+        return min(wanted, self._batches_after(next_example))
+
+    @cached_property
+    def _floor(self) -> int:
+        """There are so many examples that are left, or more."""
+        return self._ranks.floor(self.end)
+
+    def _bounds(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
+        """The ranks of batches first..stop-1 after a position, cut at the end of the plan."""
+        stop = self._at_most(next_example, stop)
+        first = min(first, stop)
+        base, size = self._ranks.rank(next_example), self.batch_size
+        if self._borders is None:
+            return [(base + i * size, base + (i + 1) * size) for i in range(first, stop)]
+        return [self._bound(self._borders, next_example, base, i) for i in range(first, stop)]
+
+    def _stretches(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
+        """The same as few ranges: a batch that follows another one stands in one with it."""
+        if self._borders is not None:
+            return _united(self._bounds(next_example, first, stop))
+        stop = self._at_most(next_example, stop)
+        base, size = self._ranks.rank(next_example), self.batch_size
+        return [(base + min(first, stop) * size, base + stop * size)]
+
+    def _bound(self, borders: Borders, next_example: int, base: int, batch: int) -> tuple[int, int]:
+        epoch, rest = self._rest(borders, next_example)
+        if batch < rest:
+            start = base + batch * self.batch_size
+        else:
+            batch += borders.before(epoch) - rest
+            epoch = borders.epoch_of(batch) + 1
+            start = borders.rank(epoch - 1)
+            start += (batch - borders.before(epoch - 1)) * self.batch_size
+        return start, min(start + self.batch_size, borders.rank(epoch))
+
+    def _rest(self, borders: Borders, next_example: int) -> tuple[int, int]:
+        """The epoch behind that of a position, and the batches that are left before it."""
+        epoch = borders.stream.epoch_of(next_example) + 1
+        return epoch, borders.batches(borders.rank(epoch) - self._ranks.rank(next_example))
+
+    def _batch_of(self, example: int) -> int | None:
+        """The batch that holds an example which is not skipped; None: it is left over."""
+        rank, borders = self._ranks.rank(example), self._borders
+        if borders is None:
+            batch = rank // self.batch_size
+            return batch if batch < self._at_most(0, batch + 1) else None
+        epoch = borders.stream.epoch_of(example)
+        inside = (rank - borders.rank(epoch)) // self.batch_size
+        batch = borders.before(epoch) + inside
+        return batch if batch < borders.before(epoch + 1) else None
+
+
+def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours become one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _parted(addresses: tuple[int, int]) -> tuple[int, int, int]:
+    """Source and ordinals of a range of addresses."""
+    try:
+        start, stop = addresses
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"a range is a pair (start, stop), found {addresses!r}") from error
+    start = integer("start of a range", start, 0, LIMIT << 10)
+    stop = integer("stop of a range", stop, start, LIMIT << 10)
+    source = start // LIMIT
+    if stop - source * LIMIT > LIMIT:
+        raise Misuse(f"a range of addresses is of one source, found {start} to {stop}")
+    return source, start - source * LIMIT, stop - source * LIMIT
+
+
+def _batch_range(batches: int | range) -> tuple[int, int]:
+    if isinstance(batches, range):
+        if batches.step != 1:
+            raise Misuse(f"a range of batches must have step 1, found {batches}")
+        first = integer("first batch", batches.start, 0, LIMIT)
+        return first, integer("stop", max(batches.stop, first), first, LIMIT)
+    first = integer("batch", batches, 0, LIMIT)
+    return first, first + 1

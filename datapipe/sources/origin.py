@@ -1,0 +1,89 @@
+"""What an index was made from, so that one of other data is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from datapipe.sources import sidecar
+from formats.errors import Mismatch
+from formats.files import Pattern
+from formats.source import json_digest
+
+if TYPE_CHECKING:
+    from formats.source import Source
+
+_PREFIX: Final = "source."
+_READING: Final = ("columns", "fill_null", "digest")  # how it is read: the records stay the same
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of an index, and the function that decided.
+
+    source: what tells it apart, as `told_apart` gives it.
+    function: `module:name`; empty where there was none.
+    version: of the function.
+    """
+
+    source: Mapping[str, str | int]
+    function: str = ""
+    version: str = ""
+
+    @staticmethod
+    def of(source: Source, function: str = "", version: str = "") -> Origin:
+        """Asks the source for its fingerprint."""
+        return Origin(told_apart(source.fingerprint()), function, version)
+
+    def to_json(self) -> dict[str, str | int]:
+        """For the header of a sidecar."""
+        fields = {_PREFIX + name: value for name, value in self.source.items()}
+        return {**fields, "function": self.function, "version": self.version}
+
+    @staticmethod
+    def from_json(about: Mapping[str, Any], path: Pattern) -> Origin:
+        """Raises Damaged: a field is missing."""
+        fields = {
+            name.removeprefix(_PREFIX): value
+            for name, value in about.items()
+            if name.startswith(_PREFIX)
+        }
+        sidecar.text(fields, "digest", path)
+        return Origin(
+            fields, sidecar.text(about, "function", path), sidecar.text(about, "version", path)
+        )
+
+    def require(self, source: Source, path: Pattern) -> None:
+        """Raises Mismatch unless it was made from `source`, whichever of its columns are read."""
+        wanted = told_apart(source.fingerprint())
+        if wanted["digest"] != self.source["digest"]:
+            made = f", made by {self.function} {self.version}" if self.function else ""
+            raise Mismatch(
+                f"{os.fspath(path)}{made}, is an index of other data; build it again with "
+                "`ckpt data index`",
+                [
+                    f"{name}: wanted {wanted.get(name)}, found {self.source.get(name)}"
+                    for name in sorted({*wanted, *self.source})
+                    if wanted.get(name) != self.source.get(name)
+                ],
+            )
+
+
+def told_apart(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
+    """Which records a fingerprint is of: a digest, and what helps to see how others differ."""
+    records = {name: value for name, value in fingerprint.items() if name not in _READING}
+    files = fingerprint.get("files")
+    if not isinstance(files, list):  # not one of ours: its digest stands for all of it
+        return {"digest": json_digest(fingerprint)} | _plain(records)
+    found = {"digest": json_digest(records)} | _plain(records)
+    return found | {"files": len(files), "bytes": sum(each["bytes"] for each in files)}
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, str | int]:
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, str | int) and len(str(value)) <= 80
+    }

@@ -1,0 +1,178 @@
+"""Columns of a source read from end to end: what filters and lengths are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datapipe.sources.indexes import Kept
+from formats.errors import Misuse
+
+if TYPE_CHECKING:
+    from formats.source import Batch, Source
+
+Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda found, values: found in values,
+    "not in": lambda found, values: found not in values,
+}
+_FIRST: Final = 64  # records of the first read, which tells how large they are
+_GROWTH: Final = 8
+_RECORDS: Final = 8192
+_BYTES: Final = 64 << 20  # that a read aims at
+
+
+@dataclass(frozen=True)
+class Where:
+    """A condition on one column: `Where("score", ">=", 0.5)`, `Where("language", "in", ["de"])`.
+
+    A record without a value, None, never meets it.
+
+    Raises:
+      Misuse: no such operator; "in" without values to look among, or others with several.
+    """
+
+    column: str
+    operator: Operator
+    value: Any
+
+    def __post_init__(self) -> None:
+        if self.operator not in _COMPARE:
+            raise Misuse(f"operator: wanted one of {', '.join(_COMPARE)}, found {self.operator!r}")
+        has_many = hasattr(self.value, "__iter__") and not isinstance(self.value, str | bytes)
+        wants_many = self.operator in ("in", "not in")
+        if has_many != wants_many:
+            wanted = "a list of values" if wants_many else "one value"
+            raise Misuse(f"{self.operator}: wanted {wanted}, found {self.value!r}")
+        if wants_many:
+            object.__setattr__(self, "value", tuple(self.value))
+
+    def __call__(self, batch: Batch) -> NDArray[np.bool_]:
+        """Which records of a batch meet it, bool[n].
+
+        Raises:
+          Misuse: no such column, or its values cannot be compared with this one.
+        """
+        found = _column(batch, self.column)
+        try:
+            return self._met(found)
+        except Misuse:
+            raise
+        except (TypeError, ValueError) as error:
+            raise Misuse(f"filter: column {self.column!r} {self.operator}: {error}") from error
+
+    def _met(self, found: NDArray[Any] | list[Any]) -> NDArray[np.bool_]:
+        compare = _COMPARE[self.operator]
+        if not isinstance(found, np.ndarray):
+            met = [each is not None and bool(compare(each, self.value)) for each in found]
+            return np.array(met, np.bool_)
+        if found.ndim != 1:
+            raise Misuse(f"filter: column {self.column!r} has {found.shape[1:]} values a record")
+        if self.operator in ("in", "not in"):
+            return np.isin(found, self._values(found.dtype), invert=self.operator == "not in")
+        result = np.asarray(compare(found, self.value))
+        if result.shape != found.shape or result.dtype != np.bool_:
+            raise Misuse(
+                f"filter: column {self.column!r} of {found.dtype} cannot be compared with "
+                f"{self.value!r}"
+            )
+        return result
+
+    def _values(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The values to look among, as ones of a column; floats are rounded as by "=="."""
+        found: list[Any] = []
+        for value in self.value:
+            try:
+                if dtype.kind in "US":
+                    one = np.asarray(value)
+                    fits = one.ndim == 0 and one.dtype.kind == dtype.kind
+                else:
+                    with np.errstate(all="ignore"):  # what does not fit is told below
+                        one = np.asarray(value).astype(dtype)
+                    rounded = dtype.kind in "fc" and isinstance(value, float | complex | np.inexact)
+                    fits = one.ndim == 0 and (rounded or bool(one.item() == value))
+            except (TypeError, ValueError, OverflowError):
+                fits = False
+            if not fits:
+                raise Misuse(
+                    f"filter: column {self.column!r} {self.operator}: wanted values of {dtype}, "
+                    f"found {value!r:.80}"
+                )
+            found.append(one)
+        return np.array(found) if found else np.zeros(0, dtype)
+
+
+def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
+    """The records of a source that meet all conditions; reads their columns from end to end."""
+    found = [np.zeros(0, np.bool_)]
+    with _narrowed(source, [each.column for each in conditions]) as narrow:
+        for _, batch in batches(narrow):
+            found.append(np.logical_and.reduce([each(batch) for each in conditions]))
+    return Kept.of_mask(np.concatenate(found))
+
+
+def column_of(source: Source, name: str) -> NDArray[Any]:
+    """One column from end to end, of one value a record. Raises Misuse: there is no such."""
+    found: list[NDArray[Any]] = []
+    with _narrowed(source, [name]) as narrow:
+        for _, batch in batches(narrow):
+            part = _column(batch, name)
+            if not isinstance(part, np.ndarray):
+                raise Misuse(f"column {name!r}: wanted numbers, found a list")
+            found.append(part)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def batches(source: Source) -> Iterator[tuple[int, Batch]]:
+    """All records in their order, with the number of the first: up to 8,192 or some 64 MiB."""
+    first, count = 0, _FIRST
+    while first < len(source):
+        stop = min(first + count, len(source))
+        batch = source.read(np.arange(first, stop))
+        fitting = _BYTES * (stop - first) // max(1, _size_of(batch))
+        yield first, batch
+        del batch  # before the next one is read
+        first, count = stop, max(1, min(fitting, count * _GROWTH, _RECORDS))
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of what was read: of arrays and texts; other objects count little."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size_of, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+@contextlib.contextmanager
+def _narrowed(source: Source, columns: Sequence[str]) -> Iterator[Source]:
+    """A source that reads these columns only, also such as `source` leaves out, if it can."""
+    select = getattr(source, "select", None)
+    if select is None:
+        yield source
+        return
+    with select(list(dict.fromkeys(columns))) as narrow:
+        yield narrow
+
+
+def _column(batch: Batch, name: str) -> NDArray[Any] | list[Any]:
+    if not isinstance(batch, dict):
+        raise Misuse(f"no column {name!r}: the source has records of bytes, or trees")
+    if name not in batch:
+        raise Misuse(f"no column {name!r}, the source has {', '.join(batch)}")
+    return batch[name]
