@@ -330,7 +330,7 @@ def test_what_cannot_be_sent_is_named():
         gate.iterator(workers=1)
     with pytest.raises(Misuse, match="take more workers instead of threads"):
         pipe.iterator(workers=1, threads=2)
-    with pytest.raises(Misuse, match="workers must be an integer in \[0, 1024\], found -1"):
+    with pytest.raises(Misuse, match=r"workers must be an integer in \[0, 1024\], found -1"):
         pipe.iterator(workers=-1)
 
 
