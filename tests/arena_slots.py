@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,11 @@ class Place:
     def free_bytes(self) -> int:
         slots = self.parent.rglob("slot-*")
         return self.size_bytes - sum(512 * slot.stat().st_blocks for slot in slots)
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    arena = Arena(tmp_path / "arena", owner=OWNER)
+    yield arena
+    arena.close(remove=True)
+    assert not (tmp_path / "arena").exists()

@@ -6,11 +6,12 @@ A host starts attempts, copies snapshots and brings them to its tiers, and dies.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from rows import Rows
 
 from ckpt import commit, image, layout, publishing, snapshot, tree
@@ -162,3 +163,22 @@ def check(restored: Any, host: Host, step: int, tier: str) -> None:
     assert bits(restored.state) == bits(state_of(step))
     assert host.rows.take() == [2 * step, 2 * step + 1]
     assert restored.report.source.step == step
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path / "run", tmp_path / "host")
+    yield host
+    host.close()
+
+
+def other_host(host: Host) -> Host:
+    """Another one with the same home; nothing of what was on the first."""
+    found = Host(host.root, host.place.with_name(f"{host.place.name}-other"))
+    found.others = host.others
+    return found
+
+
+def payload(image: Any) -> int:
+    """Where the first chunk of an image lies."""
+    return int(image.header.columns.offset[0])

@@ -193,7 +193,7 @@ def test_a_location_that_is_a_file(tmp_path: Path) -> None:
 def test_windows_write_what_the_buffer_would(
     size: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_store_kv import memory_store
+    from memory_bucket import memory_store
 
     from ckpt import store_kv
 
