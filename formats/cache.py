@@ -1,9 +1,13 @@
 """Parquet rows in any order at memory speed: a local copy as memory-mapped Arrow files.
 
-A cache directory holds one directory per entry, named by a digest of what is in it: which Parquet
-files, which columns. Each Parquet file becomes one Arrow file, complete under its final name or not
-there at all, so that what a killed process has finished is kept. One process builds an entry at a
-time; the others wait for it.
+A cache directory holds *parts*: of each Parquet file one Arrow file with the columns that are read,
+named by a digest of what is in it. So a file that is added to a source costs its own part, and
+sources share the parts that they have in common. A part is there whole or not at all. Whoever makes
+one writes to `.<digest>.tmp` and holds a lock on it, which ends with the process; others make other
+parts meanwhile, and wait for it in the end.
+
+A part says by its modification time when a source was last opened that has it. Building removes
+parts that none has had for long, and what killed builders have left.
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ import errno
 import fcntl
 import logging
 import os
+import posixpath
+import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,16 +31,19 @@ import pyarrow.ipc
 
 from formats.arrow import ArrowSource, outline
 from formats.columns import cached_type
-from formats.errors import BadRecord, Damaged, DataError, StoreFailed, Unsupported
+from formats.errors import BadRecord, Damaged, DataError, NotFound, StoreFailed, Unsupported
 from formats.files import File, Pattern, naming, replacing
-from formats.source import Source, Spec, sealed
+from formats.source import Source, Spec, json_digest
 
 if TYPE_CHECKING:
     from formats.parquet import ParquetSource
 
-_LAYOUT = 1
-"""Raised when entries of an earlier release can no longer be used."""
-_LOCK = "lock"
+_LAYOUT = 2
+"""Raised when parts of an earlier release can no longer be used."""
+_UNUSED_S = 30 * 86400.0
+"""Parts that no source has had for so long are removed when others are made."""
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
+_PART = re.compile(r"[0-9a-f]{32}\.arrow")
 _log = logging.getLogger("formats")
 
 
@@ -72,10 +83,17 @@ class CachedParquetSource(Source):
                 file=self._parquet.files[self._parquet.file_of(error.index)].path,
                 position=error.position,
             ) from error
+        except NotFound as error:
+            raise NotFound(
+                f"{error}: it was removed from the cache; open the source again"
+            ) from error
 
-    def select(self, columns: Sequence[str]) -> ParquetSource:
-        """See `ParquetSource.select`; read from the Parquet files."""
-        return self._parquet.select(columns)
+    def select(self, columns: Sequence[str]) -> Source:
+        """See `ParquetSource.select`; from the cache where it has all of the columns."""
+        parquet = self._parquet.select(columns)
+        if {*columns} <= {column.name for column in self.spec.columns}:
+            return CachedParquetSource(parquet, self._arrow.select(columns))
+        return parquet
 
     def fingerprint(self) -> dict[str, Any]:
         """That of the Parquet files."""
@@ -98,48 +116,151 @@ class CachedParquetSource(Source):
 
 def cached(source: ParquetSource, directory: Pattern) -> CachedParquetSource:
     """`source` with what is missing in the cache built. See `ParquetSource.cached`."""
-    key = _key(source)
-    entry = os.path.join(os.path.abspath(os.fspath(directory)), key)
-    with naming(entry, "made"):
-        os.makedirs(entry, mode=0o700, exist_ok=True)
-    with _locked(entry):
-        files = _complete(source, entry)
+    place = os.path.abspath(os.fspath(directory))
+    with naming(place, "made"):
+        os.makedirs(place, mode=0o700, exist_ok=True)
+    parts = [os.path.join(place, f"{key}.arrow") for key in _keys(source)]
+    _take_over(source, place, parts)
+    _complete(source, place, parts)
     names = [column.name for column in source.spec.columns]
-    arrow = ArrowSource(files, columns=names, fill_null=source.fill_null)
+    arrow = ArrowSource(list(map(_file, parts)), columns=names, fill_null=source.fill_null)
     if arrow.spec != source.spec:
-        raise Damaged(f"{entry} holds other columns than its name says; delete it")
+        raise Damaged(f"{place}: parts hold other columns than their names say; delete it")
     return CachedParquetSource(source, arrow)
 
 
-def _key(source: ParquetSource) -> str:
-    """Digest of all that decides what is in an entry; what stands for null is put in later."""
-    found = source.fingerprint()
-    types = {name: str(kind) for name, kind in source.types.items()}
-    fields = {"layout": _LAYOUT, "files": found["files"], "types": types}
-    return str(sealed(fields)["digest"])
+def _keys(source: ParquetSource) -> list[str]:
+    """By file, a digest of all that decides what is in its part; what stands for null is not.
+
+    Of the name only the last component is in it: the others become others where patterns grow.
+    """
+    about = {"layout": _LAYOUT, "types": _types(source)}
+    return [
+        json_digest(about | file | {"name": posixpath.basename(file["name"])})
+        for file in source.fingerprint()["files"]
+    ]
 
 
-def _complete(source: ParquetSource, entry: str) -> list[File]:
-    """The Arrow files of an entry, those that are missing built; its lock is held."""
-    targets = [os.path.join(entry, f"{number:06d}.arrow") for number in range(len(source.files))]
-    for name in os.listdir(entry):
-        if name.startswith(".") and name.endswith(".tmp"):  # of a process that was killed
-            os.unlink(os.path.join(entry, name))
-    # Sorted, so that the same columns in another order are the same entry.
+def _types(source: ParquetSource) -> dict[str, str]:
+    return {name: str(kind) for name, kind in source.types.items()}
+
+
+def _complete(source: ParquetSource, place: str, parts: Sequence[str]) -> None:
+    """Build the parts that are missing."""
+    # Sorted, so that the same columns in another order are the same parts.
     types = sorted(source.types.items())
     schema = pa.schema([(name, cached_type(kind)) for name, kind in types])
     rows = source.file_rows
-    missing = [
-        number
-        for number, target in enumerate(targets)
-        if not _is_whole(target, rows[number], schema)
-    ]
-    if missing:
-        done = sum(rows) - sum(rows[number] for number in missing)
-        with _progress(entry, done, sum(rows)) as advance:
-            for number in missing:
-                _convert(source, number, targets[number], schema, advance)
-    return [_file(target) for target in targets]
+    for part in parts:
+        with contextlib.suppress(OSError):  # it is missing, or not ours to mark
+            os.utime(part)
+    # Files that are the same have one part.
+    missing = {
+        part: number
+        for number, part in enumerate(parts)
+        if not _is_whole(part, rows[number], schema)
+    }
+    if not missing:
+        return
+    to_go = sum(rows[number] for number in missing.values())
+    with _progress(place, sum(rows) - to_go, sum(rows)) as advance:
+        for wait in (False, True):
+            for part, number in list(missing.items()):
+                with _claimed(part, wait=wait) as temporary:
+                    if temporary is None:
+                        continue
+                    if _is_whole(part, rows[number], schema):  # another one has made it meanwhile
+                        advance(rows[number])
+                    else:
+                        _convert(source, number, part, temporary, schema, advance)
+                del missing[part]
+    _remove_unused(place)
+
+
+@contextlib.contextmanager
+def _claimed(part: str, *, wait: bool) -> Iterator[str | None]:
+    """The temporary file of a part, locked; None where another one has it and `wait` is false.
+
+    A process loses the lock when it ends in whatever way. The file is gone afterwards.
+    """
+    directory, name = os.path.split(part)
+    temporary = os.path.join(directory, f".{name.removesuffix('.arrow')}.tmp")
+    descriptor = _locked(temporary, os.O_CREAT, wait=wait)
+    if descriptor is None:
+        yield None
+        return
+    try:
+        yield temporary
+    finally:
+        if _is_at(temporary, descriptor):  # it has not become the part
+            os.unlink(temporary)
+        os.close(descriptor)
+
+
+def _locked(path: str, flags: int, *, wait: bool) -> int | None:
+    """A descriptor of `path` with its lock; None where another one has it and `wait` is false."""
+    while True:
+        with naming(path, "locked"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            with naming(path, "locked"):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if not wait:
+                        os.close(descriptor)
+                        return None
+                    _log.info("%s is being built by another process; waiting for it", path)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(path, descriptor):
+                return descriptor
+            os.close(descriptor)  # who had it has renamed or removed it
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _is_at(path: str, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(place: str) -> None:
+    """Parts that no source has had for long, and temporary files that nobody writes to."""
+    oldest = time.time() - _UNUSED_S
+    with naming(place), os.scandir(place) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError, DataError):  # another one was faster, or has it
+                if _TEMPORARY.fullmatch(entry.name):
+                    part = os.path.join(place, f"{entry.name[1:-4]}.arrow")
+                    with _claimed(part, wait=False):
+                        pass
+                elif _PART.fullmatch(entry.name) and entry.stat().st_mtime < oldest:
+                    _log.info("%s was not used for long, and is removed", entry.path)
+                    os.unlink(entry.path)
+
+
+def _take_over(source: ParquetSource, place: str, parts: Sequence[str]) -> None:
+    """Make parts of what the first layout has of this source: one directory for all its files."""
+    fields = {"layout": 1, "files": source.fingerprint()["files"], "types": _types(source)}
+    old = os.path.join(place, json_digest(fields))
+    if not os.path.isdir(old):
+        return
+    try:
+        descriptor = _locked(os.path.join(old, "lock"), 0, wait=True)
+    except NotFound:
+        return  # another one has just taken it over
+    assert descriptor is not None
+    try:
+        with naming(old, "taken over"):
+            for number, part in enumerate(parts):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(os.path.join(old, f"{number:06d}.arrow"), part)
+            shutil.rmtree(old)
+    finally:
+        os.close(descriptor)
 
 
 def _file(path: str) -> File:
@@ -161,13 +282,14 @@ def _is_whole(path: str, rows: int, schema: pa.Schema) -> bool:
 def _convert(
     source: ParquetSource,
     number: int,
-    target: str,
+    part: str,
+    temporary: str,
     schema: pa.Schema,
     advance: Callable[[int], None],
 ) -> None:
     """One Parquet file to one Arrow file; its final name appears when all of it is on disk."""
     found = 0
-    with _writing(target), replacing(target) as temporary:
+    with _writing(part), replacing(part, temporary):
         options = pa.ipc.IpcWriteOptions(compression=None)
         with (
             pa.OSFile(temporary, "wb") as sink,
@@ -212,27 +334,9 @@ def _writing(target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(entry: str) -> Iterator[None]:
-    """Hold the lock of an entry, which a process loses when it ends in whatever way."""
-    path = os.path.join(entry, _LOCK)
-    with naming(path, "locked"):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        with naming(path, "locked"):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("%s is being built by another process; waiting for it", entry)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _progress(entry: str, done: int, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(place: str, done: int, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal that a person is watching, and a line in the log."""
-    _log.info("building %s: %d of %d rows to go", entry, total - done, total)
+    _log.info("building %s: %d of %d rows to go", place, total - done, total)
     if not sys.stderr.isatty():
         yield lambda rows: None
         return

@@ -151,10 +151,13 @@ def naming(path: str, done: str = "read") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Pattern) -> Iterator[str]:
+def replacing(path: Pattern, temporary: str | None = None) -> Iterator[str]:
     """A temporary name beside the local `path`, which takes its place once all went well.
 
     Durable when the block is left; on an error the temporary file goes and `path` is as it was.
+
+    temporary: a name in the same directory, of a file that nobody else writes to; a fresh one
+        unless given.
 
     Raises: NotFound when there is no directory for it.
     """
@@ -162,15 +165,17 @@ def replacing(path: Pattern) -> Iterator[str]:
     directory, name = os.path.split(target)
     if not os.path.isdir(directory):
         raise NotFound(f"{target} cannot be written: there is no directory {directory}")
-    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}.tmp")
+    if temporary is None:
+        temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         _sync(temporary)
         os.replace(temporary, target)
-        _sync(directory)
-    finally:
+    except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        raise
+    _sync(directory)
 
 
 def _sync(path: str) -> None:

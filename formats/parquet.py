@@ -189,10 +189,10 @@ class ParquetSource(Source):
 
         Any row then costs what a row costs in memory: made for the exact shuffle of all rows.
         Only the columns that are read are copied, uncompressed. The first call decodes every
-        Parquet file once, with progress on a terminal; what a killed call has finished is kept,
-        and of several processes one builds while the others wait. Files that changed, or another
-        set of columns, make another entry; delete entries that are no longer wanted. The directory
-        should be on a local disk, and can be shared by any number of sources.
+        Parquet file once, with progress on a terminal; later ones decode what was added or has
+        changed since. What a killed call has finished is kept, and several processes share the
+        work. What no source has opened for 30 days is removed when something is built. The
+        directory should be on a local disk, and can be shared by any number of sources.
 
         The fingerprint stays that of the Parquet files, so states fit with and without the cache.
 
