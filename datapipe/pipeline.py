@@ -156,7 +156,8 @@ class Pipeline:
     def map(self, fn: Callable[[Any], Any], *, version: str) -> Pipeline:
         """`fn(example)` for each example: a record as bytes, a dict of its columns, or a tree.
 
-        Change `version` whenever `fn` changes what it returns.
+        It returns an example: not None, nor what can be gone through only once, such as a
+        generator. Change `version` whenever `fn` changes what it returns.
         """
         return self._with(Transform("map", fn, version))
 
@@ -171,7 +172,9 @@ class Pipeline:
         """`fn(batch)` for each batch: a tree of arrays with a leading axis of rows.
 
         It must treat each row on its own: with a sharding it is called with the rows of one
-        process. Functions of examples come before it.
+        process. It returns such a tree, of one array or more, with as many rows: scalars, lists of
+        numbers and texts beside the arrays, arrays of fewer rows are a `Mismatch`. None may stand
+        for a part that is not there. Functions of examples come before it.
         """
         return self._with(Transform("map_batch", fn, version))
 

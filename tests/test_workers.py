@@ -83,7 +83,7 @@ def test_records_of_bytes_and_batches_that_grow():
     pipe = Pipeline(Records(len(sizes) * 2), batch_size=2, seed=0, shuffle=False, epochs=2)
     assert [b.tolist() for b in pipe.iterator(workers=2)] == [b.tolist() for b in pipe]
     grown = pipe.map(lambda r: number(r), version="1").map_batch(
-        lambda b: np.full(sizes[int(b[0]) // 2], b[0]), version="1"
+        lambda b: np.full((2, sizes[int(b[0]) // 2] // 2), b[0]), version="1"
     )
     for batch, wanted in zip(grown.iterator(workers=2, window=2), grown, strict=True):
         np.testing.assert_array_equal(batch, wanted)

@@ -20,6 +20,7 @@ from datapipe.batches.cost import Cost, size_of
 from datapipe.batches.faults import Fault, Tolerance, is_of_a_record
 from datapipe.batches.reading import Readable, Reads, has_trees, places, readable
 from datapipe.batches.replacing import Replacing
+from datapipe.batches.returned import USUAL, refuse_no_example, refuse_other_rows
 from datapipe.batches.rows import Rows
 from datapipe.batches.stack import objects, stack
 from datapipe.batches.transforms import Transform, generator
@@ -64,8 +65,9 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, 
       cost: what the batch has cost up to here.
 
     Raises:
-      BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`; what sources and
-        functions raise by no fault of a record, with a note that names it.
+      BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`, or a function
+        returns what it must not (see `datapipe.batches.returned`); what sources and functions raise
+        by no fault of a record, with a note that names it.
     """
     replacing = Replacing(recipe.sources, recipe.tolerance, known)
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
@@ -77,10 +79,11 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, 
                 done = readable(recipe.sources, planned, replacing)
         with cost.of("stacking"):
             batch = _taken(recipe.sources, done)
-    for transform in recipe.transforms[len(each) :]:
+    for number, transform in enumerate(recipe.transforms[len(each) :], start=len(each) + 1):
         try:
             with cost.of("functions"):
                 batch = transform.fn(batch)
+                refuse_other_rows(batch, planned.size, transform.told(number))
         except Exception as error:
             first, last = int(planned.examples[0]), int(planned.examples[-1])
             error.add_note(f"in .{transform.label} of the batch of examples {first} to {last}")
@@ -131,7 +134,8 @@ def _mapped(
                     bad.append(row)
         left, done = left[bad], None
     with cost.of("stacking"):
-        return stack(examples, [f"record {record}" for record in records.tolist()])
+        by = transforms[-1].told(len(transforms)) if transforms else "the source"
+        return stack(examples, [f"record {record}" for record in records.tolist()], by)
 
 
 class _Failed(Exception):
@@ -155,6 +159,8 @@ def _example(seed: int, transforms: Sequence[Transform], rows: Rows, row: int, v
                 value = transform.fn(value, rng)
         except Exception as error:
             raise _Failed(position, error) from error
+        if type(value) not in USUAL:
+            refuse_no_example(value, transform.told(position + 1))
     return value
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe.batches.returned import SPENT_CURE, is_array, is_spent
 from formats.errors import Mismatch
 
 _NUMBERS: Final[dict[type, type]] = {
@@ -24,15 +25,16 @@ _NUMBERS: Final[dict[type, type]] = {
 }
 
 
-def stack(examples: Sequence[Any], names: Sequence[str]) -> Any:
+def stack(examples: Sequence[Any], names: Sequence[str], by: str = "the source") -> Any:
     """One tree whose leaves have the leading axis len(examples), which is at least 1.
 
-    `names` says what each example is, for messages.
+    `names` says what each example is, for messages; `by`, who made them.
 
     Raises:
-      Mismatch: structures, types, shapes or dtypes differ; names the field and both examples.
+      Mismatch: structures, types, shapes or dtypes differ; names the field and both examples. Or
+        one holds what can be gone through only once.
     """
-    return _stack(examples, names, "")
+    return _stack(examples, names, by, "")
 
 
 def objects(values: Iterable[Any]) -> NDArray[np.object_]:
@@ -40,24 +42,29 @@ def objects(values: Iterable[Any]) -> NDArray[np.object_]:
     return np.fromiter(values, np.object_)
 
 
-def _stack(values: Sequence[Any], names: Sequence[str], path: str) -> Any:
+def _stack(values: Sequence[Any], names: Sequence[str], by: str, path: str) -> Any:
     first = values[0]
     _alike([_form(value) for value in values], names, path)
     if isinstance(first, Mapping):
         return {
-            key: _stack([value[key] for value in values], names, f"{path}[{key!r}]")
+            key: _stack([value[key] for value in values], names, by, f"{path}[{key!r}]")
             for key in first
         }
     if isinstance(first, tuple | list):
         parts = [
-            _stack([value[index] for value in values], names, f"{path}[{index}]")
+            _stack([value[index] for value in values], names, by, f"{path}[{index}]")
             for index in range(len(first))
         ]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if type(first) in _NUMBERS:
         return _numbers(values, path)
-    if _is_array(first):
+    if is_array(first):
         return np.stack([np.asarray(value) for value in values])
+    for kind in {*map(type, values)}:
+        if is_spent(kind):
+            raise Mismatch(
+                f"{by} has a {kind.__name__} at {path or 'the top'} of an example: {SPENT_CURE}"
+            )
     return objects(values)
 
 
@@ -69,17 +76,10 @@ def _form(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if type(value) in _NUMBERS:
         return f"a Python {type(value).__name__}"
-    if _is_array(value):
+    if is_array(value):
         kind = "text" if value.dtype.kind in "US" else str(value.dtype)
         return f"{kind}{list(value.shape)}"
     return "an object"
-
-
-def _is_array(value: Any) -> bool:
-    # np.str_ and np.bytes_ are texts first; an array of another library has shape and dtype too.
-    return (
-        not isinstance(value, str | bytes) and hasattr(value, "shape") and hasattr(value, "dtype")
-    )
 
 
 def _alike(forms: Sequence[str], names: Sequence[str], path: str) -> None:

@@ -6,6 +6,7 @@ function changes what it returns, and states saved under the old one are refused
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,6 +43,14 @@ class Transform:
     def label(self) -> str:
         """Kind and version, as saved in states."""
         return f"{self.kind} {self.version}"
+
+    def told(self, number: int) -> str:
+        """The function by its names, as function `number` of the pipeline, counted from 1."""
+        fn = self.fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        return f".{self.kind} {name} (function {number} of the pipeline, version={self.version!r})"
 
 
 def extended(transforms: Sequence[Transform], added: Transform) -> tuple[Transform, ...]:

@@ -43,13 +43,13 @@ class Feed:
             raise Misuse(f"no device of {sharding} belongs to this process")
 
     def place(self, batch: Any) -> Any:
-        """The same tree with a global array for each leaf.
+        """The same tree, whose leaves have this process's rows, with a global array for each leaf.
 
         64-bit leaves become 32-bit ones where JAX runs without x64.
 
         Raises:
-          Misuse: a leaf is no array of numbers, has not this process's rows, cannot be sharded
-            like that, or holds an integer that does not fit in 32 bits.
+          Misuse: a leaf is no array of numbers, cannot be sharded like that, or holds an integer
+            that does not fit in 32 bits.
         """
         return jax.tree_util.tree_map_with_path(self._place, batch)
 
@@ -60,11 +60,6 @@ class Feed:
             raise Misuse(
                 f"{name} has dtype {local.dtype}, which no device holds: turn it into numbers "
                 "in .map, or iterate without sharding"
-            )
-        if local.ndim < 1 or local.shape[0] != self.rows.size:
-            raise Misuse(
-                f"{name} has shape {list(local.shape)}, wanted {self.rows.size} rows: "
-                ".map_batch must return the rows it is given"
             )
         if local.ndim < self._least_axes:
             raise Misuse(

@@ -19,11 +19,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from datapipe.batches.batch import Made
 from datapipe.batches.substitutes import Replaced
 from datapipe.batches.window import Window
 from datapipe.order.plan import Plan
 from datapipe.prefetch.exceptions import packed
 from datapipe.prefetch.ring import Parcel, anonymous, enclosed, opened
+from formats.errors import Mismatch
 
 MESSAGE_BYTES: Final = 1 << 16
 CONTROL_BYTES: Final = mmap.PAGESIZE  # the first 8 hold the generation that is wanted
@@ -176,7 +178,7 @@ class _Worker:
                     raise self._trouble
                 if window is None:
                     window = self._window(task)
-                parcel = Parcel.of(window.batch(index - task.first))
+                parcel = _parcel(window.batch(index - task.first))
                 is_error = False
             except BaseException as error:
                 parcel = Parcel.of(packed(error, f"worker process {os.getpid()}"))
@@ -200,6 +202,18 @@ class _Worker:
         fd = enclosed(parcel)
         send(self._link, result._replace(is_enclosed=True), (fd,))
         os.close(fd)
+
+
+def _parcel(made: Made) -> Parcel:
+    """A batch to be sent. Raises Mismatch: it holds what cannot be."""
+    try:
+        return Parcel.of(made)
+    except Exception as error:
+        raise Mismatch(
+            f"the functions of the pipeline made a batch that cannot be sent from a worker process "
+            f"({type(error).__name__}: {error}): return arrays, texts and bytes, or take threads= "
+            "in place of workers="
+        ) from error
 
 
 def _read(fd: int, size_bytes: int) -> bytes:
