@@ -115,25 +115,49 @@ class Where:
         return np.array(found) if found else np.zeros(0, dtype)
 
 
-def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
-    """The records of a source that meet all conditions; reads their columns from end to end."""
-    found = [np.zeros(0, np.bool_)]
-    with _narrowed(source, [each.column for each in conditions]) as narrow:
+@dataclass(frozen=True)
+class Values:
+    """A column as it is, of one value a record."""
+
+    column: str
+
+    def __call__(self, batch: Batch) -> NDArray[Any]:
+        """Those of a batch. Raises Misuse: there is no such column, or it is a list."""
+        found = _column(batch, self.column)
+        if not isinstance(found, np.ndarray):
+            raise Misuse(f"column {self.column!r}: wanted numbers, found a list")
+        return found
+
+
+def answers(source: Source, questions: Sequence[Where | Values]) -> list[NDArray[Any]]:
+    """What each of the questions has of all records, in their order.
+
+    The columns are read together, from end to end, once.
+
+    Raises:
+      Misuse: there is no such column; what the questions raise.
+    """
+    found: list[list[NDArray[Any]]] = [[] for _ in questions]
+    with narrowed(source, [each.column for each in questions]) as narrow:
         for _, batch in batches(narrow):
-            found.append(np.logical_and.reduce([each(batch) for each in conditions]))
-    return Kept.of_mask(np.concatenate(found))
+            for parts, question in zip(found, questions, strict=True):
+                parts.append(question(batch))
+    return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in found]
+
+
+def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
+    """The records of a source that meet all conditions; see `answers`."""
+    return meeting_all(answers(source, conditions))
+
+
+def meeting_all(met: Sequence[NDArray[np.bool_]]) -> Kept:
+    """The records that meet all of some conditions, out of the answers to each."""
+    return Kept.of_mask(np.logical_and.reduce(met))
 
 
 def column_of(source: Source, name: str) -> NDArray[Any]:
-    """One column from end to end, of one value a record. Raises Misuse: there is no such."""
-    found: list[NDArray[Any]] = []
-    with _narrowed(source, [name]) as narrow:
-        for _, batch in batches(narrow):
-            part = _column(batch, name)
-            if not isinstance(part, np.ndarray):
-                raise Misuse(f"column {name!r}: wanted numbers, found a list")
-            found.append(part)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    """One column from end to end, of one value a record; see `answers`."""
+    return answers(source, [Values(name)])[0]
 
 
 def batches(source: Source) -> Iterator[tuple[int, Batch]]:
@@ -160,7 +184,7 @@ def _size_of(value: Any) -> int:
 
 
 @contextlib.contextmanager
-def _narrowed(source: Source, columns: Sequence[str]) -> Iterator[Source]:
+def narrowed(source: Source, columns: Sequence[str]) -> Iterator[Source]:
     """A source that reads these columns only, also such as `source` leaves out, if it can."""
     select = getattr(source, "select", None)
     if select is None:

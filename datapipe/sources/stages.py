@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from datapipe.integers import integer
 from datapipe.order.streams import Orders
@@ -20,7 +20,7 @@ from datapipe.sources.concatenation import Remainder as RowRemainder
 from datapipe.sources.documents import Documents
 from datapipe.sources.indexes import Kept, Lengths
 from datapipe.sources.packing import Bins, Oversize, Packed, Strategy, pack
-from datapipe.sources.scanning import Where, column_of, kept_where
+from datapipe.sources.scanning import Values, Where, answers, meeting_all, narrowed
 from datapipe.sources.views import ConcatenatedRows, Filtered, PackedRows
 from formats.errors import Misuse
 from formats.files import Pattern
@@ -108,9 +108,9 @@ def staged(
     found: dict[str, Source] = {}
     for name, source in sources.items():
         try:
-            kept = _kept(source, filters[name]) if name in filters else None
+            kept, lengths = _indexes(source, filters.get(name), packs.get(name))
             view: Source = source if kept is None else Filtered(source, kept)
-            found[name] = _packed(source, view, kept, packs[name]) if name in packs else view
+            found[name] = view if lengths is None else _packed(view, kept, lengths, packs[name])
         except Misuse as error:
             raise type(error)(f"{name}: {error}") from error
     return found
@@ -128,11 +128,29 @@ def _by_name(argument: str, given: Any, sources: Mapping[str, Source]) -> dict[s
     return dict(given)
 
 
-def _kept(source: Source, given: Filter) -> Kept:
-    if isinstance(given, Kept):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return Kept.load(given, source)
+def _indexes(
+    source: Source, filter: Filter | None, pack: Packing | None
+) -> tuple[Kept | None, Lengths | None]:
+    """What is kept and how long documents are; columns for both are read together."""
+    if pack is not None and not isinstance(pack, Pack | Concatenate):
+        raise Misuse(f"pack: wanted a Pack or a Concatenate, found {pack!r}")
+    conditions = _conditions(filter)
+    column = None if pack is None else _column(source, pack.lengths)
+    found = _answers(source, conditions, column) if conditions or column else []
+    kept = meeting_all(found[: len(conditions)]) if conditions else None
+    if isinstance(filter, Kept):
+        kept = filter
+    elif isinstance(filter, str | os.PathLike):
+        kept = Kept.load(filter, source)
+    if pack is None:
+        return kept, None
+    return kept, _lengths(source, pack.lengths) if column is None else _of_column(column, found[-1])
+
+
+def _conditions(given: Filter | None) -> tuple[Where, ...]:
+    """Those of a filter by columns; none of another one."""
+    if given is None or isinstance(given, Kept | str | os.PathLike):
+        return ()
     conditions = (given,) if isinstance(given, Where) else given
     if (
         not isinstance(conditions, Sequence)
@@ -142,13 +160,48 @@ def _kept(source: Source, given: Filter) -> Kept:
         raise Misuse(
             f"filter: wanted a Where or several, a Kept, or the path of a sidecar, found {given!r}"
         )
-    return kept_where(source, conditions)
+    return tuple(conditions)
 
 
-def _packed(source: Source, view: Source, kept: Kept | None, given: Packing) -> Source:
-    if not isinstance(given, Pack | Concatenate):
-        raise Misuse(f"pack: wanted a Pack or a Concatenate, found {given!r}")
-    lengths = _lengths(source, given.lengths)
+def _column(source: Source, lengths: Pattern | ArrayLike) -> str | None:
+    """The column that lengths are in, if they are in one."""
+    columns = getattr(getattr(source, "spec", None), "columns", ())
+    read = any(each.name == lengths for each in columns)
+    is_one = isinstance(lengths, str) and (read or not os.path.exists(lengths))
+    return lengths if is_one else None
+
+
+def _answers(source: Source, conditions: Sequence[Where], column: str | None) -> list[NDArray[Any]]:
+    """Those of the conditions, and the values of the column behind them."""
+    if column is None:
+        return answers(source, conditions)
+    lengths = Values(column)
+    try:
+        return answers(source, [*conditions, lengths])
+    except Misuse:
+        try:  # whose mistake is it?
+            with narrowed(source, [column]) as narrow:
+                lengths(narrow.read(np.arange(min(1, len(source)))))
+        except Misuse as error:
+            raise _no_lengths(column, error) from error
+        raise
+
+
+def _of_column(column: str, values: NDArray[Any]) -> Lengths:
+    try:
+        return Lengths.of(values)
+    except Misuse as error:
+        raise _no_lengths(column, error) from error
+
+
+def _no_lengths(column: str, error: Misuse) -> Misuse:
+    return Misuse(
+        f"lengths: {column!r} is no sidecar, which `ckpt data index` writes, and no column "
+        f"that is one: {error}"
+    )
+
+
+def _packed(view: Source, kept: Kept | None, lengths: Lengths, given: Packing) -> Source:
     if kept is not None:
         lengths = lengths.of_kept(kept)
     documents = Documents.of(view, lengths, given.tokens, given.dtype)
@@ -162,16 +215,7 @@ def _packed(source: Source, view: Source, kept: Kept | None, given: Packing) -> 
 
 
 def _lengths(source: Source, given: Pattern | ArrayLike) -> Lengths:
-    columns = getattr(getattr(source, "spec", None), "columns", ())
-    read = any(each.name == given for each in columns)
-    if isinstance(given, str) and (read or not os.path.exists(given)):
-        try:
-            return Lengths.of(column_of(source, given))
-        except Misuse as error:
-            raise Misuse(
-                f"lengths: {given!r} is no sidecar, which `ckpt data index` writes, and no column "
-                f"that is one: {error}"
-            ) from error
+    """Those of a sidecar, or as they are given."""
     if isinstance(given, str | os.PathLike):
         return Lengths.load(given, source)
     found = Lengths.of(given)
