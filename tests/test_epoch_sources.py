@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from memory_source import Records
 
-from datapipe import BadRecord, Pipeline
+from datapipe import BadRecord, Kept, Misuse, Pipeline
 from datapipe.sources.epoch_sources import EpochSource
+from datapipe.sources.index_building import kept_by
+from datapipe.sources.views import Filtered
 from formats.source import Spec
 
 
@@ -72,9 +74,18 @@ def test_several_sources_in_one_batch():
     assert plain == served
 
 
-def test_a_read_by_itself_is_that_of_epoch_0():
-    assert Turning(4).read([2, 0]) == [b"0:2", b"0:0"]
-    assert Turning(4)[3] == b"0:3"
+def test_a_read_that_names_no_epoch_is_refused():
+    source = Turning(4)
+    kept = Filtered(source, Kept.of_ids([1, 3], 4))
+    for wrong in (lambda: source.read([2, 0]), lambda: source[3], lambda: kept.read([0])):
+        with pytest.raises(Misuse, match=r"other items in every epoch: .*read_epochs\("):
+            wrong()
+    with pytest.raises(Misuse, match="no index can be made"):
+        kept_by(source, lambda record: True)
+    assert source.calls == []
+    assert kept.read_epochs(np.array([1, 0]), np.array([0, 2])) == [b"0:3", b"2:1"]
+    still = Filtered(Records(4), Kept.of_ids([1, 3], 4))
+    assert still.read([1]) == Records(4).read([3])
 
 
 def test_the_item_at_fault_is_that_of_its_epoch():

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.order.streams import Shuffle
+from formats.errors import Misuse
 from formats.source import Batch, Source
 
 
@@ -27,7 +28,16 @@ class EpochSource(Source):
 
     @final
     def read(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """As they are in epoch 0."""
+        """Items that are the same in every epoch; see `Source.read`.
+
+        Raises:
+          Misuse: they are not: whoever asks has to say of which epoch.
+        """
+        if self.varies:
+            raise Misuse(
+                f"{self!r:.200} has other items in every epoch: say which epoch, with "
+                "read_epochs(items, epochs); a pipeline does so by itself, and no index can be made"
+            )
         items = np.asarray(indices)
         return self.read_epochs(items, np.zeros(items.shape, np.int64))
 

@@ -166,7 +166,7 @@ class GrainSource(EpochSource):
         found = []
         for item in items:
             try:
-                found.append(self[item])
+                found += self.read_epochs(np.array([item]), np.zeros(1, np.int64))
             except Exception as error:
                 if not is_of_a_record(error):
                     raise
