@@ -167,8 +167,9 @@ def _column(source: Source, lengths: Pattern | ArrayLike) -> str | None:
     """The column that lengths are in, if they are in one."""
     columns = getattr(getattr(source, "spec", None), "columns", ())
     read = any(each.name == lengths for each in columns)
-    is_one = isinstance(lengths, str) and (read or not os.path.exists(lengths))
-    return lengths if is_one else None
+    if isinstance(lengths, str) and (read or not os.path.exists(lengths)):
+        return lengths
+    return None
 
 
 def _answers(source: Source, conditions: Sequence[Where], column: str | None) -> list[NDArray[Any]]:
