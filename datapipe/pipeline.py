@@ -281,7 +281,7 @@ class Pipeline:
         on_change: OnChange = "raise",
         sharding: jax.sharding.Sharding | None = None,
         prefetch: int = 2,
-        window: int = 8,
+        window: int = 16,
         threads: int = 1,
         workers: int = 0,
     ) -> Iterator:
@@ -295,11 +295,13 @@ class Pipeline:
             the next epoch of the source on.
           sharding: batches become global `jax.Array`s with it, its first axis along the batch;
             each process reads only the rows that its devices hold, each of them once.
-          prefetch: batches made ahead in threads; 0: each is made when it is asked for. With a
-            sharding, at most two beyond the one delivered are on devices, or on the way there.
-          window: batches whose records are read by one call; that many batches of raw records are
-            held in memory, of which batches without functions are slices: one that is kept keeps
-            the window. Grows from 1 after every change of position.
+          prefetch: batches made ahead in threads; 0: each is made when it is asked for, as are
+            those of a window that is read in less time than a thread is worth. With a sharding, at
+            most two beyond the one delivered are on devices, or on the way there.
+          window: batches whose records are read by one call; fewer where they would take more than
+            64 MiB, and at the beginning and after every change of position, from 1 on. Raw records
+            of so many batches are held in memory, and twice as many while one window follows
+            another. Batches without functions are slices of it: one that is kept keeps the window.
           threads: batches made at a time; more than one needs functions that are thread-safe.
           workers: processes that make batches, for functions in Python that take long; 0: they
             are made in this one. Each has up to two windows of batches, in memory that it shares

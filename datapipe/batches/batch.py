@@ -45,6 +45,11 @@ class Recipe:
         """Whether a source reads trees, which are stacked example by example."""
         return any(map(has_trees, self.sources))
 
+    @cached_property
+    def only_reads(self) -> bool:
+        """Whether a batch is what was read, without a function and without stacking."""
+        return not (self.transforms or self.has_trees)
+
 
 class Made(NamedTuple):
     """A batch, the bad records that came up in it and were not known before, and what it cost."""

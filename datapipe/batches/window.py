@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ from datapipe.batches.rows import Rows
 from datapipe.batches.substitutes import Replaced
 from datapipe.order.plan import Plan
 from formats.errors import BadRecord
+
+AT_ONCE_S: Final = 2e-3
+"""A window that is read in less time costs a trainer less than a thread to read it would."""
 
 
 class Window:
@@ -53,6 +57,7 @@ class Window:
         self._examples = plan.examples(next_example, count)
         self._lock = threading.Lock()
         self._shares: list[tuple[Rows, Readable | None]] | None = None
+        self._read_s = float("inf")
 
     @property
     def count(self) -> int:
@@ -67,7 +72,12 @@ class Window:
         """Whether batch `index` is read and needs no more work than a thread costs."""
         if self._shares is None or self._shares[index][1] is None:
             return False
-        return not (self._recipe.transforms or self._recipe.has_trees)
+        return self._recipe.only_reads
+
+    @property
+    def was_quick(self) -> bool:
+        """Whether all of it was made in less time than a thread is worth."""
+        return self._read_s < AT_ONCE_S and self._recipe.only_reads
 
     def batch(self, index: int) -> Made:
         """Batch `index` of the window; to be asked for once, since its arrays are handed out.
@@ -80,6 +90,7 @@ class Window:
             if self._shares is None:
                 with cost.of("reading"):
                     self._shares = self._read()
+                self._read_s = cost.reading_s
         planned, done = self._shares[index]
         try:
             return make(self._recipe, planned, self._replaced, done, cost)
@@ -94,7 +105,7 @@ class Window:
         """
         if replaced is self._replaced:
             return True
-        (planned,) = self._located(self._examples[index : index + 1])
+        planned = self._located(self._examples[index : index + 1])
         found = [fault.pair for fault in faults]
         recipe = self._recipe
         try:
@@ -111,26 +122,27 @@ class Window:
 
         None where the reading failed: each batch then reads alone, and the one at fault says so.
         """
-        batches = self._located(self._examples)
+        whole = self._located(self._examples)
+        planned = self._cut(whole)
         recipe = self._recipe
         try:
             replacing = Replacing(recipe.sources, recipe.tolerance, self._replaced)
-            rows = replacing.rows(Rows.joined(batches))
+            rows = replacing.rows(whole)
             reads = read(recipe.sources, rows)
         except Exception:
-            return [(batch, None) for batch in batches]
-        parts = _cut(rows, [batch.size for batch in batches])
-        return list(zip(batches, shares(recipe.sources, parts, reads), strict=True))
+            return [(batch, None) for batch in planned]
+        parts = planned if rows is whole else self._cut(rows)
+        return list(zip(planned, shares(recipe.sources, parts, reads), strict=True))
 
-    def _located(self, batches: Sequence[NDArray[np.int64]]) -> list[Rows]:
+    def _located(self, batches: Sequence[NDArray[np.int64]]) -> Rows:
+        """The rows of batches, one behind the other."""
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
         examples = np.concatenate(batches)
-        rows = Rows(examples, *self._plan.locate(examples))
-        return _cut(rows, [batch.size for batch in batches])
+        return Rows(examples, *self._plan.locate(examples))
 
-
-def _cut(rows: Rows, sizes: Sequence[int]) -> list[Rows]:
-    """Rows as parts of these sizes."""
-    bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return [rows.take(slice(*ends)) for ends in bounds]
+    def _cut(self, rows: Rows) -> list[Rows]:
+        """Those of each batch."""
+        sizes = [len(each if self._rows is None else self._rows) for each in self._examples]
+        bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        return [rows.take(slice(*ends)) for ends in bounds]

@@ -26,7 +26,7 @@ class Pace:
     """
 
     prefetch: int = 2
-    window: int = 8
+    window: int = 16
     threads: int = 1
     workers: int = 0
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 PLACED: Final = 2
 """Batches on devices beyond the one that was delivered, at most."""
+WINDOW_BYTES: Final = 1 << 26
+"""A window of more than one batch does not hold more, by the size of those delivered."""
 
 
 class Ready(NamedTuple):
@@ -72,6 +74,7 @@ class Prefetcher:
         self._pace = pace
         self._meter = Meter(pace)
         self._queue: deque[_Coming] = deque()
+        self._batch_bytes = 0  # of the largest one
         self._makers: ThreadPoolExecutor | None = None
         self._placer: ThreadPoolExecutor | None = None
         self._pool: WorkerPool | None = None
@@ -95,6 +98,7 @@ class Prefetcher:
         self._is_at_end = False
         self._windows: deque[Window | Job] = deque()
         self._used = 0  # of the first window
+        self._is_quick = False  # it is worth no thread, since the one before was not
         self._window_size = 1  # the first batch must not wait for a whole window to be read
 
     def replace(self, replaced: Replaced) -> None:
@@ -134,6 +138,7 @@ class Prefetcher:
         if new and len(self._replaced) + len(new) > limit:
             raise too_many(len(self._replaced), new, limit)
         self._queue.popleft()
+        self._batch_bytes = max(self._batch_bytes, made.cost.size_bytes)
         self._next_example = coming.next_example
         coming.done()
         self._meter.delivered(asked, made.cost)
@@ -177,7 +182,7 @@ class Prefetcher:
         work, holds = partial(window.batch, index), partial(window.holds, index)
         if not isinstance(window, Window):
             return _Coming(work, _nothing, partial(window.done, index), holds, position)
-        if self._pace.prefetch == 0 or window.is_at_hand(index):
+        if self._pace.prefetch == 0 or self._is_quick or window.is_at_hand(index):
             return _Coming(work, _nothing, _nothing, holds, position)
         if self._makers is None:
             self._makers = ThreadPoolExecutor(self._pace.threads, "datapipe")
@@ -199,7 +204,8 @@ class Prefetcher:
     def _has_window(self) -> bool:
         """Whether there is one with a batch that is not in the queue."""
         if self._windows and self._used == self._windows[0].count:
-            self._windows.popleft()
+            window = self._windows.popleft()
+            self._is_quick = isinstance(window, Window) and window.was_quick
             self._used = 0
         return bool(self._windows) or self._open()
 
@@ -219,7 +225,8 @@ class Prefetcher:
             return False
         self._windows.append(window)
         self._planned_to = window.position_after(window.count - 1)
-        self._window_size = min(2 * size, self._pace.window)
+        fitting = max(1, WINDOW_BYTES // max(1, self._batch_bytes))
+        self._window_size = min(2 * size, self._pace.window, fitting)
         return True
 
 
