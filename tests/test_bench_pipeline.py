@@ -33,7 +33,7 @@ def test_every_figure_is_reported(tmp_path: Path) -> None:
     assert "our source, a read a batch" in rows["batches_per_s"]
     assert "lastgood / numpy, mapped, a gather a batch" in tokens["ratios"]
     for case in (records, rows, tokens):
-        assert case["window_bytes"] == 8 * 256 * 1024
+        assert case["window_bytes"] == 16 * 256 * 1024
         names = ("batches_per_s", "ratios", "cpu_s", "cpu_ratios")
         figures = [figure for name in names for figure in case[name].values()]
         for figure in (*figures, case["planning_share"]):
@@ -74,7 +74,10 @@ def test_the_table_tells_ratios_memory_and_planning() -> None:
     assert "lastgood / this" in printed
     assert "17.5 (15..20)" in printed
     assert "25 (20..30)" in printed
-    assert "a window holds 3 MiB of records; planning takes 1.5 % of reading" in printed
+    assert (
+        "a window holds 3 MiB of records, two are held at most; planning takes 1.5 % of reading"
+        in printed
+    )
 
 
 def test_peers_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

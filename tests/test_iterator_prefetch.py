@@ -60,7 +60,8 @@ def test_set_state_while_a_read_hangs_drops_what_it_brings():
     iterator.close()
 
 
-def test_prefetch_really_works_ahead_and_no_further():
+def test_prefetch_really_works_ahead_and_no_further(monkeypatch):
+    monkeypatch.setattr("datapipe.batches.window.AT_ONCE_S", 0.0)  # every window is worth a thread
     source = Records(400)
     pipe = Pipeline(source, batch_size=4, seed=1, epochs=1)
     with pipe.iterator(prefetch=3, window=1) as iterator:

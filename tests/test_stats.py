@@ -69,7 +69,7 @@ def test_nobody_waits_so_the_trainer_is_the_bottleneck():
     ("cost", "pace", "told"),
     [
         (Cost(reading_s=2), Pace(), "reading the source (60.0 s): take threads=2 or a window"),
-        (Cost(reading_s=2), Pace(workers=3), "take workers=4 or a window larger than 8; or bring"),
+        (Cost(reading_s=2), Pace(workers=3), "take workers=4 or a window larger than 16; or bring"),
         (Cost(functions_s=2), Pace(), "the functions of the pipeline (60.0 s): take workers=2 or"),
         (Cost(functions_s=2), Pace(workers=3), "take more than workers=3, or make them faster"),
         (Cost(functions_s=2), Pace(prefetch=0), "or more, and prefetch=2, so that they are made"),

@@ -213,7 +213,8 @@ class Prefetcher:
         """Begins another window; False at the end of the plan."""
         if self._is_at_end:
             return False
-        start, size = self._planned_to, self._window_size
+        fitting = max(1, WINDOW_BYTES // max(1, self._batch_bytes))
+        start, size = self._planned_to, min(self._window_size, fitting)
         window: Window | Job
         if self._pool is not None:
             window = self._pool.window(self._plan, start, size, self._replaced)
@@ -225,8 +226,7 @@ class Prefetcher:
             return False
         self._windows.append(window)
         self._planned_to = window.position_after(window.count - 1)
-        fitting = max(1, WINDOW_BYTES // max(1, self._batch_bytes))
-        self._window_size = min(2 * size, self._pace.window, fitting)
+        self._window_size = min(2 * size, self._pace.window)
         return True
 
 

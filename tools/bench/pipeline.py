@@ -279,7 +279,9 @@ def show(results: Sequence[Result], console: Console) -> None:
                 cpu_ratio,
             )
         console.print(table)
-        text = f"a window holds {result.window_bytes / 2**20:.2g} MiB of records"
+        text = (
+            f"a window holds {result.window_bytes / 2**20:.2g} MiB of records, two are held at most"
+        )
         if result.planning_share is not None:
             text += f"; planning takes {100 * result.planning_share.median:.2g} % of reading"
         console.print(text, highlight=False)
