@@ -6,7 +6,6 @@ every chunk that was read is verified; a chunk that no image holds is damage, ne
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ckpt.chunk_uses import Use, Uses, cells_of, remembered_uses, uses_of, walk
 from ckpt.errors import Damaged, Misuse
 from ckpt.fetch import LISTED, Chunk, Copy, Fetch, ImageFile, aligned_bytes, aligned_empty
-from ckpt.grid import is_range, round_up
+from ckpt.grid import round_up
 from ckpt.image import Header
 from ckpt.placement import ALIGNMENT_BYTES, Box, HostLeaf, boxes, is_single, place, put, whole
 from ckpt.specs import ArraySpec, dtype_of
@@ -287,7 +287,7 @@ class _Leaf:
             offset = int(self._catalog.headers[image].columns.offset[row])
             form = (self.spec.chunk_shape, self.dtype, lent is not None)
             return [Chunk(image, row, self.name, offset, self.nbytes, raw, (), *form)]
-        find_uses = _remembered_uses if len(self._found) <= _FEW_CHUNKS else _uses
+        find_uses = remembered_uses if len(self._found) <= _FEW_CHUNKS else uses_of
         uses = find_uses(self.spec.chunk_shape, self.boxes)
         lent_boxes = self._lent(uses)
         for number, shape in enumerate(self._form.shapes):
@@ -297,7 +297,7 @@ class _Leaf:
                 self._buffers.append(aligned_empty(shape, self.dtype, ALIGNMENT_BYTES))
         return [self._chunk(cell, parts, lent_boxes) for cell, parts in uses.items()]
 
-    def _lent(self, uses: _Uses) -> dict[int, np.ndarray]:
+    def _lent(self, uses: Uses) -> dict[int, np.ndarray]:
         """By number, the boxes that are a chunk each and lie where they are."""
         found = {}
         for cell, parts in uses.items():
@@ -345,7 +345,7 @@ class _Leaf:
         # A header may speak of more chunks than there are; so walk no further than what is held.
         missing: list[str] = []
         for box in self.boxes:
-            for cell in _walk(_cells(self.spec.chunk_shape, box)):
+            for cell in walk(cells_of(self.spec.chunk_shape, box)):
                 if cell in held:
                     self._found[cell] = held[cell]
                 elif len(missing) < LISTED:
@@ -360,14 +360,14 @@ class _Leaf:
             grid = self._catalog.headers[image].columns.grid[some, : len(self.spec.shape)]
             inside = np.zeros(len(some), bool)
             for box in self.boxes:
-                cells = _cells(self.spec.chunk_shape, box)
+                cells = cells_of(self.spec.chunk_shape, box)
                 start, stop = [c.start for c in cells], [c.stop for c in cells]
                 inside |= ((grid >= start) & (grid < stop)).all(axis=1)
             for cell, row in zip(grid[inside].tolist(), some[inside].tolist(), strict=True):
                 held.setdefault(tuple(cell), (image, row))
         return held
 
-    def _chunk(self, cell: tuple[int, ...], uses: Sequence[_Use], lent: Container[int]) -> Chunk:
+    def _chunk(self, cell: tuple[int, ...], uses: Sequence[Use], lent: Container[int]) -> Chunk:
         image, row = self._found[cell]
         columns = self._catalog.headers[image].columns
         direct, copies = None, []
@@ -428,71 +428,11 @@ def _form(spec: ArraySpec, request: Request) -> _Form:
         wanted,
         nbytes=sum(map(_count, wanted)) * dtype.itemsize,
         shapes=tuple(tuple(stop - start for start, stop in box) for box in wanted),
-        cells=sum(math.prod(map(len, _cells(spec.chunk_shape, box))) for box in wanted),
+        cells=sum(math.prod(map(len, cells_of(spec.chunk_shape, box))) for box in wanted),
         one_chunk=one_chunk,
         whole_chunk=whole_chunk,
         plain=whole_chunk and is_single(sharding),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """A part of a chunk that a box needs: number of the box, index in it, index in the chunk.
-
-    `in_place`: it is the whole chunk, in one piece of the box's buffer.
-    """
-
-    box: int
-    target: tuple[Any, ...]
-    part: tuple[Any, ...]
-    in_place: bool
-
-
-_Uses = dict[tuple[int, ...], list[_Use]]
-
-
-def _uses(chunk_shape: tuple[int, ...], wanted: tuple[Box, ...]) -> _Uses:
-    """What each chunk that is needed is needed for, by cell; pure."""
-    found: _Uses = {}
-    for number, box in enumerate(wanted):
-        shape = tuple(stop - start for start, stop in box)
-        for cell in _walk(_cells(chunk_shape, box)):
-            chunk = tuple((i * n, (i + 1) * n) for i, n in zip(cell, chunk_shape, strict=True))
-            shared = tuple(
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(chunk, box, strict=True)
-            )
-            in_place = shared == chunk and is_range(chunk_shape, shape)
-            use = _Use(number, _index(shared, box), _index(shared, chunk), in_place)
-            found.setdefault(cell, []).append(use)
-    return found
-
-
-_remembered_uses = functools.lru_cache(maxsize=1024)(_uses)
-"""Models have many leaves of one shape."""
-
-
-def _cells(chunk_shape: tuple[int, ...], box: Box) -> list[range]:
-    """The chunks that a box touches, along each axis."""
-    return [
-        range(start // step, -(-stop // step)) if stop > start else range(0)
-        for (start, stop), step in zip(box, chunk_shape, strict=True)
-    ]
-
-
-def _walk(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """What itertools.product gives, which would first make lists of ranges of any length."""
-    if not axes:
-        yield ()
-        return
-    for i in axes[0]:
-        for rest in _walk(axes[1:]):
-            yield (i, *rest)
-
-
-def _index(part: Sequence[tuple[int, int]], inside: Box) -> tuple[Any, ...]:
-    """The part as an index; with the ellipsis it gives a view also where there is no dimension."""
-    slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(part, inside, strict=True))
-    return (*slices, ...)
 
 
 def _count(box: Box) -> int:

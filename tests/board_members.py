@@ -21,6 +21,7 @@ class Board:
         self.most = 0
         """The most keys that there ever were."""
         self.gone = False
+        self.questions = 0
 
 
 class Member(Processes):
@@ -46,6 +47,7 @@ class Member(Processes):
     def get(self, key: str, wait_s: float) -> str | None:
         self._reach()
         with self.board.changed:
+            self.board.questions += 1
             self.board.changed.wait_for(lambda: key in self.board.texts, wait_s)
             return self.board.texts.get(key)
 

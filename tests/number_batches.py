@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memory_source import Records, number
+import numpy as np
+from memory_source import Columns, Records, number
 
 from datapipe import Pipeline
 
@@ -27,3 +28,9 @@ def taken(iterator, count):
 
 def flat(batches):
     return [n for batch in batches for n in batch["n"].tolist()]
+
+
+def columns(batch_size=4, epochs=2, count=40):
+    """Batches of ids, int32[n], and of rows, float32[n, 2]."""
+    pipe = Pipeline(Columns(count), batch_size=batch_size, seed=3, epochs=epochs)
+    return pipe.map_batch(lambda b: {"id": b["id"].astype(np.int32), "row": b["row"]}, version="1")

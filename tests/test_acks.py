@@ -6,11 +6,10 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from board import Board, Member
+from board_members import Board, Member
+from waiting import eventually
 
 from ckpt.acks import Acks, matter_of
 from ckpt.errors import CheckpointError, PeerFailed, StoreFailed
@@ -52,13 +51,6 @@ def id_of(step: int) -> StepId:
 def members(count: int, timeout_s: float = 30.0) -> list[Side]:
     board = Board()
     return [Side(Member(board, i, count), timeout_s) for i in range(count)]
-
-
-def soon(what: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_alone_a_share_is_the_whole() -> None:
@@ -115,7 +107,7 @@ def test_process_0_hears_that_a_part_will_not_come() -> None:
     one, two = members(2)
     pendings = [one.save(5, ("shared",)), two.save(5, ("shared",))]
     two.processes.matter(matter_of(id_of(5))).fail(StoreFailed("no slot"))
-    soon(lambda: one.given_up)
+    eventually(lambda: one.given_up)
     assert one.given_up[0][0] == 5
     assert "process 1" in str(one.given_up[0][1])
     one.acks.failed(id_of(5), "shared", one.given_up[0][1])
@@ -168,7 +160,7 @@ def play(side: Side, steps: range, broken: Broken, order: random.Random) -> None
             side.acks.failed(id_of(step), tier, StoreFailed("drawn"))
         elif tier == "shared" and side.processes.index == 0 and breaks is not None:
             # Its part does not come: process 0 is told to give the step up.
-            soon(functools.partial(has_given_up, side, step))
+            eventually(functools.partial(has_given_up, side, step))
             side.acks.failed(id_of(step), tier, dict(side.given_up)[step])
         else:
             side.acks.done(id_of(step), tier)

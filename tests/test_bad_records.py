@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_source import Columns, Records
 from replacing_oracle import BAD, PAIRS, ids_of, made, rows, seeded, served, substitute, wanted
-from test_epoch_sources import Turning
+from turning_source import Turning
 
 from datapipe import Concatenate, Pack, Pipeline, Where
 from datapipe.batches.substitutes import Replaced, candidates

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_states import assert_gone, is_gone, state_of
+from waiting import eventually
 
 from ckpt import companion, messages
 from ckpt.companion import Companion
@@ -98,29 +100,6 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
     yield trainer
     trainer.companion.close()
     assert_gone(trainer.companion.pid)
-
-
-def state_of(pid: int) -> str:
-    """The letter of its state; empty without such a process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def is_gone(pid: int) -> bool:
-    """Dead; whoever takes over the children of dead trainers may take a while to collect it."""
-    return state_of(pid) in ("", "Z")
-
-
-def assert_gone(pid: int | None) -> None:
-    assert pid is None or state_of(pid) == "", "not even a zombie"
-
-
-def eventually(what: Callable[[], bool], text: str) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end, text
-        time.sleep(0.02)
 
 
 # --- told and heard ---------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from board_members import Board, Member
 from hosts import Host, check
-from test_matters import Board, Member
 
 import ckpt
 from ckpt import attempts, layout

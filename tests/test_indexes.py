@@ -11,7 +11,7 @@ from document_source import Documents
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_source import Records
-from test_epoch_sources import Turning
+from turning_source import Turning
 
 import formats
 from datapipe import (

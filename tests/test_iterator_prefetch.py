@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from memory_source import Columns, Gate, Records, number
 from number_batches import numbers, taken
+from waiting import eventually
 
 from datapipe import Misuse, Pipeline
 from datapipe.prefetch.prefetcher import Prefetcher
@@ -66,21 +67,13 @@ def test_prefetch_really_works_ahead_and_no_further(monkeypatch):
     pipe = Pipeline(source, batch_size=4, seed=1, epochs=1)
     with pipe.iterator(prefetch=3, window=1) as iterator:
         next(iterator)
-        until(lambda: len(source.calls) == 4)  # one delivered, three ahead
+        eventually(lambda: len(source.calls) == 4)  # one delivered, three ahead
         time.sleep(0.05)
         assert len(source.calls) == 4
     lazy = Records(400)
     iterator = Pipeline(lazy, batch_size=4, seed=1, epochs=1).iterator(prefetch=0, window=1)
     taken(iterator, 2)
     assert len(lazy.calls) == 2
-
-
-def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came true")
 
 
 def workers():
@@ -104,7 +97,7 @@ def test_two_hundred_lives():
         else:
             iterator.close()
     gc.collect()
-    until(lambda: workers() <= before)
+    eventually(lambda: workers() <= before)
 
 
 def test_close_waits_and_is_final():

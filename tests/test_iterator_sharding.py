@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from memory_source import Columns, Records, number
-from number_batches import numbers
+from memory_source import Records, number
+from number_batches import columns, numbers
 
 from datapipe import Misuse, Pipeline
 from datapipe.prefetch.device_feed import needed
@@ -24,11 +24,6 @@ HERE = Path(__file__).parent
 
 def mesh(*shape):
     return Mesh(np.array(jax.devices()).reshape(shape), ("data", "model")[: len(shape)])
-
-
-def columns(batch_size=16, epochs=2):
-    pipe = Pipeline(Columns(40), batch_size=batch_size, seed=3, epochs=epochs)
-    return pipe.map_batch(lambda b: {"id": b["id"].astype(np.int32), "row": b["row"]}, version="1")
 
 
 @pytest.mark.parametrize(
@@ -44,8 +39,8 @@ def columns(batch_size=16, epochs=2):
     ids=str,
 )
 def test_global_arrays_hold_the_same_batch(sharding):
-    wanted = list(columns())
-    with columns().iterator(sharding=sharding) as iterator:
+    wanted = list(columns(16))
+    with columns(16).iterator(sharding=sharding) as iterator:
         batches = list(iterator)
     for batch, plain in zip(batches, wanted, strict=True):
         for name, leaf in batch.items():
@@ -56,11 +51,11 @@ def test_global_arrays_hold_the_same_batch(sharding):
 
 def test_axes_behind_the_batch_may_be_sharded_too():
     sharding = NamedSharding(mesh(4, 2), PartitionSpec("data", "model"))
-    pipe = columns().map_batch(lambda b: b["row"], version="1")
+    pipe = columns(16).map_batch(lambda b: b["row"], version="1")
     first = next(pipe.iterator(sharding=sharding))
     np.testing.assert_array_equal(first, next(pipe.iterator()))
     with pytest.raises(Misuse, match=r"\['id'\] of shape \[16\] cannot be sharded"):
-        next(columns().iterator(sharding=sharding))
+        next(columns(16).iterator(sharding=sharding))
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
@@ -98,7 +93,7 @@ def test_what_no_device_can_hold():
     with pytest.raises(Misuse, match="'carry' or 'drop'"):
         numbers(16, batch_size=8, remainder="keep").iterator(sharding=sharding)
     with pytest.raises(Misuse, match=r"must be a jax\.sharding\.Sharding"):
-        columns().iterator(sharding=PartitionSpec("data"))
+        columns(16).iterator(sharding=PartitionSpec("data"))
 
 
 PROCESS = """

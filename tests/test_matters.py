@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from board import Board, Member
+from board_members import Board, Member
 
 import ckpt
 from ckpt import processes

@@ -17,6 +17,7 @@ from typing import Any
 import process_stage as stage
 import pytest
 from process_play import Seen, ids, joined, play, same
+from process_states import is_gone
 from process_writers import (
     LAST_COMMON,
     LAST_LOCAL,
@@ -25,7 +26,6 @@ from process_writers import (
     tiered,
     wait_until,
 )
-from test_companion import is_gone
 
 import ckpt
 from ckpt import attempts

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from writer_runs import eventually, fill
+from waiting import eventually
+from writer_runs import fill
 
 from ckpt import owning
 from ckpt.arena import Arena

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from memory_source import Columns, Records, number
+from waiting import eventually
 
 import ckpt
 from datapipe import Pipeline, Stats
@@ -144,14 +145,6 @@ def test_sizes():
 # -- devices ---------------------------------------------------------------------------------------
 
 
-def until(condition):
-    for _ in range(4000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came true")
-
-
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [
@@ -181,7 +174,7 @@ def test_the_next_two_batches_are_on_their_way(options, ahead, monkeypatch):
         for delivered in range(1, 5):
             batch = next(iterator)
             assert batch is placed[delivered - 1]
-            until(lambda delivered=delivered: len(placed) == delivered + ahead)
+            eventually(lambda delivered=delivered: len(placed) == delivered + ahead)
             time.sleep(0.03)
             assert len(placed) == delivered + ahead
         assert iterator.stats().placing_s > 0
@@ -204,5 +197,5 @@ def test_a_restore_starts_to_read_ahead(tmp_path):
     source.calls.clear()
     with ckpt.CheckpointManager(tmp_path / "run") as manager, pipe.iterator() as restored:
         manager.resume(like=state, data=restored)
-        until(lambda: source.calls)  # nobody asked for a batch
+        eventually(lambda: source.calls)  # nobody asked for a batch
         np.testing.assert_array_equal(next(restored), wanted)

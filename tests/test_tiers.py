@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from board_members import Board, Member
-from tier_runs import Place, check, place, soon, state_of, store_fails, writer
+from tier_runs import Place, check, place, state_of, store_fails, writer
+from waiting import eventually
 
 import ckpt
 from ckpt import tiers as tiers_module
@@ -212,7 +213,7 @@ def test_a_store_that_is_down_is_made_up_for(place: Place, monkeypatch: pytest.M
         with store_fails(monkeypatch):
             for step in range(1, 9):
                 m.save(step, state_of(step)).wait("local", timeout=60)  # type: ignore[union-attr]
-            soon(lambda: m.status().degraded)
+            eventually(lambda: m.status().degraded)
             found = m.status().tiers["shared"]
             assert "the store is down" in found.error
             assert (found.newest, found.under_way) == (None, 4)

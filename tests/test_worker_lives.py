@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_source import Records, number
-from test_workers import columns, numbers
-from worker_traces import no_traces, processes, until  # noqa: F401 - a fixture
+from number_batches import columns, numbers
+from waiting import eventually
+from worker_traces import no_traces, processes  # noqa: F401 - a fixture
 
 from datapipe import Misuse, Pipeline, WorkerFailed
 from datapipe.prefetch.worker_pool import WorkerPool
@@ -40,7 +41,7 @@ def test_a_killed_worker_is_replaced(caplog):
             if index % 60 == 59:
                 os.kill(min(iterator._prefetcher._pool.pids()), signal.SIGKILL)
             np.testing.assert_array_equal(next(iterator)["row"], plain["row"])
-        until(lambda: caplog.records)
+        eventually(lambda: caplog.records)
     text = caplog.text
     assert "of the pipeline was killed by SIGKILL (by hand, or for want of memory)" in text
     assert "Another one does it" in text
@@ -117,7 +118,7 @@ def test_close_does_not_wait_for_a_function_that_hangs():
     pipe = Pipeline(Records(40), batch_size=4, seed=1).map(slow, version="1")
     iterator = pipe.iterator(workers=2)
     iterator.start_prefetch()
-    until(lambda: len(processes()) == 2)
+    eventually(lambda: len(processes()) == 2)
     iterator.seek(8)
     iterator.close()
     assert not processes()
@@ -239,7 +240,7 @@ def test_workers_go_with_their_program(how, what):
             assert all(map(lives, pids))
             program.send_signal(what)
         assert program.wait(60) == (-what if what else 0)
-    until(lambda: not any(map(lives, pids)))
+    eventually(lambda: not any(map(lives, pids)))
 
 
 def test_a_worker_knows_nothing_of_jax():

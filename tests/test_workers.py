@@ -15,23 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from memory_source import Columns, Gate, Records, number
-from worker_traces import no_traces, until  # noqa: F401 - a fixture
+from number_batches import columns, numbers
+from waiting import eventually
+from worker_traces import no_traces  # noqa: F401 - a fixture
 
 from datapipe import BadRecord, Misuse, Pipeline
 from datapipe.prefetch.worker_pool import KEPT
 
 pytestmark = pytest.mark.usefixtures("no_traces")
-
-
-def numbers(count=23, *, epochs=3, remainder="carry"):
-    pipe = Pipeline(Records(count), batch_size=4, seed=7, epochs=epochs, remainder=remainder)
-    pipe = pipe.map(number, version="1")
-    return pipe.random_map(lambda n, rng: {"n": n, "r": rng.random()}, version="1")
-
-
-def columns(batch_size=4, epochs=2, count=40):
-    pipe = Pipeline(Columns(count), batch_size=batch_size, seed=3, epochs=epochs)
-    return pipe.map_batch(lambda b: {"id": b["id"].astype(np.int32), "row": b["row"]}, version="1")
 
 
 # -- the same batches ------------------------------------------------------------------------------
@@ -151,10 +142,10 @@ def test_a_worker_that_is_stuck_keeps_its_slots(tmp_path, move):
     with pipe.iterator(workers=2, window=4) as iterator:
         pool = iterator._prefetcher._pool
         lent = [next(iterator) for _ in range(36)]
-        until(stuck.exists)
+        eventually(stuck.exists)
         iterator.seek(200) if move == "seek" else iterator.set_state(state)
         found = [next(iterator)[0, 0] for _ in range(11)]
-        until(lambda: pool._is_short or pool._failure)
+        eventually(lambda: pool._is_short or pool._failure)
         found += [next(iterator)[0, 0] for _ in range(10)]
         opened.touch()
         found += [next(iterator)[0, 0] for _ in range(20)]

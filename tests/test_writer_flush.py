@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from writer_runs import (
-    Notes,
-    Start,
-    eventually,
-    fill,
-    quick,
-    start,
-)
+from waiting import eventually
+from writer_runs import Notes, Start, fill, quick, start
 
 import ckpt
 from ckpt.errors import (

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from dying_trainer import fill, state_of, tiers_in
-from test_companion import assert_gone, eventually, is_gone
+from process_states import assert_gone, is_gone
+from waiting import eventually
 
 from ckpt import attempts, lineage, messages
 from ckpt.arena import Arena, Slot

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from writer_runs import (
-    WAIT_S,
-    Notes,
-    Play,
-    Start,
-    Weather,
-    begin_run,
-    check_values,
-    eventually,
-    quick,
-    start,
-)
+from waiting import eventually
+from writer_runs import WAIT_S, Notes, Play, Start, Weather, begin_run, check_values, quick, start
 
 from ckpt import attempts, disk
 from ckpt.errors import (

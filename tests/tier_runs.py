@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +63,6 @@ def die(manager: ckpt.CheckpointManager) -> None:
     manager._saves._backend.close()
     manager._tenure.is_closed = manager._ended = True
     manager._collected.detach()
-
-
-def soon(what: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

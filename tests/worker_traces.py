@@ -6,10 +6,10 @@ import contextlib
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 
 def processes(parent=None):
@@ -27,19 +27,11 @@ def processes(parent=None):
     return found
 
 
-def until(condition):
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came true")
-
-
 @pytest.fixture
 def no_traces():
     before = processes(), set(os.listdir("/dev/shm"))
     yield
     gc.collect()
-    until(lambda: not any(t.name == "datapipe-workers" for t in threading.enumerate()))
+    eventually(lambda: not any(t.name == "datapipe-workers" for t in threading.enumerate()))
     assert processes() <= before[0]
     assert {name for name in os.listdir("/dev/shm") if "datapipe" in name} <= before[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -193,14 +192,6 @@ class Play:
         assert found.intact, found.damage
         assert not found.unfinished, found.unfinished
         return [step.step for step in attempts.list_run(store).counting]
-
-
-def eventually(what: Callable[[], Any]) -> None:
-    """Wait for what no report tells of."""
-    end = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
