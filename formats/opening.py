@@ -108,7 +108,10 @@ def _open(name: str, files: Sequence[File], options: dict[str, Any]) -> Source:
         from formats.tokens import TokenSource
 
         if "window" not in options:
-            raise Misuse(f"{files[0].path}: token files need window=, the tokens in a record")
+            raise Misuse(
+                f"{files[0].path}: token files need window=, the tokens in a record, such as"
+                " window=2048"
+            )
         return TokenSource(files, **options)
     from formats.parquet import ParquetSource
 

@@ -313,14 +313,37 @@ def index(
         list[str] | None,
         typer.Option(help="Read only this one of Parquet or Arrow files; may be given again."),
     ] = None,
+    fill_null: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN=NUMBER",
+            help="What stands for null in a column of numbers; may be given again.",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens of a record of token files (.bin, .npy).")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens from one record to the next; by default the window.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of a token in .bin files, such as uint32.")
+    ] = None,
+    header_bytes: Annotated[
+        int | None, typer.Option(help="To leave out at the start of each .bin file.")
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="array_record, arrow, parquet or tokens, where no suffix says it."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Ask a function about every record: which are kept, or how many tokens each has.
 
     Reads all data once. A pipeline takes the file: filter=FILE, or pack=Pack(..., lengths=FILE).
-    The function gets a record as bytes, or as a dict of columns; its module may lie in the current
-    directory.
+    The function gets a record as bytes, or as a dict of columns ({"tokens": ...} of token files);
+    its module may lie in the current directory.
 
     Example: [bold]ckpt data index 'web-*.parquet' --column text --kind keep
     --function filters:good --version 1 --out web.keep[/]
@@ -328,6 +351,15 @@ def index(
     with told(debug=debug, as_json=as_json):
         from tools import indexing
 
+        opening = {
+            "columns": column,
+            "fill_null": _numbers("--fill-null", fill_null or []),
+            "window": window,
+            "stride": stride,
+            "dtype": dtype,
+            "header_bytes": header_bytes,
+            "format": format,
+        }
         with _progress("indexing", shown=True, in_bytes=False) as progress:
             found = indexing.index(
                 patterns,
@@ -335,7 +367,7 @@ def index(
                 kind=kind,
                 function=function,
                 version=version,
-                columns=column,
+                opening=opening,
                 progress=progress,
             )
         output.answer(found, views.indexed(found), as_json=as_json)
@@ -353,6 +385,21 @@ def _range(option: str, text: str | None) -> range | None:
         message = f"wanted A:B with A < B, such as 1700:1721 for 1700 to 1720, found {text!r}"
         raise typer.BadParameter(message, param_hint=option)
     return range(int(found[1]), int(found[2]))
+
+
+def _numbers(option: str, texts: list[str]) -> dict[str, int | float] | None:
+    """`NAME=NUMBER`, by name; None without any."""
+    found: dict[str, int | float] = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        try:
+            found[name] = int(number) if re.fullmatch(r"[+-]?\d+", number) else float(number)
+        except ValueError:
+            name = ""
+        if not name:
+            message = f"wanted COLUMN=NUMBER, such as score=0, found {text!r}"
+            raise typer.BadParameter(message, param_hint=option)
+    return found or None
 
 
 def _ask(*, as_json: bool) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from datapipe.sources import sidecar
 from datapipe.sources.index_building import Progress, kept_by, lengths_by
 from datapipe.sources.origin import Origin
-from formats import open_source
-from tools.failures import Refusal
+from formats import DataError, open_source
+from tools.failures import Refusal, kind_of
 
 if TYPE_CHECKING:
     from formats import Source
@@ -47,7 +48,7 @@ def index(
     kind: Kind,
     function: str,
     version: str,
-    columns: Sequence[str] | None = None,
+    opening: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Indexed:
     """Write the index that a function makes of a source.
@@ -58,15 +59,20 @@ def index(
       kind: "keep": the function says whether a record is kept; "lengths": how many tokens it has.
       function: `module:name`; the module is looked for in the current directory, too.
       version: of the function.
-      columns: to read of a columnar source; None: all.
+      opening: further arguments of `open_source`: the pipeline that is to take the index opens
+        its source with the same ones, but for the columns.
 
     Raises:
-      Refusal: something else is at `path`; no such function. DataError: of the source, the
+      Refusal: something else is at `path`; no such function; what is wrong with the source, the
       function, or the sidecar.
     """
     begun = time.monotonic()
     _must_be_free(path)
-    with _searched(os.getcwd()), open_source(list(patterns), columns=columns) as source:
+    with (
+        _told_to_the_shell(),
+        _searched(os.getcwd()),
+        open_source(list(patterns), **(opening or {})) as source,
+    ):
         made = _function(function)
         kept, tokens = _written(
             source, path, kind, made, Origin.of(source, function, version), progress
@@ -108,6 +114,31 @@ def _must_be_free(path: str) -> None:
         raise Refusal("AlreadyExists", f"{path} is there and no index; name another file")
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise Refusal("NotFound", f"{path}: there is no directory for it")
+
+
+_OPTIONS: Final = {
+    "columns": "--column",
+    "dtype": "--dtype",
+    "fill_null": "--fill-null",
+    "format": "--format",
+    "header_bytes": "--header-bytes",
+    "stride": "--stride",
+    "window": "--window",
+}
+"""Arguments of `open_source`, and the options of the command that stand for them."""
+_ARGUMENT: Final = re.compile(rf"(?<!\w)({'|'.join(_OPTIONS)})=")
+_FILL: Final = re.compile(r"(?<!\w)fill_null=\{'([^']*)': \.\.\.\}")
+
+
+@contextlib.contextmanager
+def _told_to_the_shell() -> Iterator[None]:
+    """What is wrong, and the cure as an option of the command instead of an argument of Python."""
+    try:
+        yield
+    except DataError as error:
+        told = _FILL.sub(r"--fill-null '\1=...'", str(error))
+        told = _ARGUMENT.sub(lambda found: f"{_OPTIONS[found[1]]}=", told)
+        raise Refusal(kind_of(error), told) from error
 
 
 @contextlib.contextmanager

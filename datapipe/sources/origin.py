@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from formats.source import Source
 
 _PREFIX: Final = "source."
-_READING: Final = ("columns", "fill_null", "digest")  # how it is read: the records stay the same
+_READING: Final = (
+    "columns",
+    "fill_null",
+)  # of what can leave out columns: the records stay the same
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Origin:
 
 def told_apart(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
     """Which records a fingerprint is of: a digest, and what helps to see how others differ."""
-    records = {name: value for name, value in fingerprint.items() if name not in _READING}
+    left_out = {"digest", *(_READING if "fill_null" in fingerprint else ())}
+    records = {name: value for name, value in fingerprint.items() if name not in left_out}
     files = fingerprint.get("files")
     if not isinstance(files, list):  # not one of ours: its digest stands for all of it
         return {"digest": json_digest(fingerprint)} | _plain(records)
