@@ -128,12 +128,13 @@ class Iterator(grain.DatasetIterator[Any]):
 
         A JSON value, the same for any batch size and any number of processes and threads. Only
         `replaced` differs: each process knows the bad records that it came upon, and those that
-        `set_state` told it.
+        `set_state` told it. It tells of `remainder`, too, which another pipeline may have changed.
         """
         segments = states.segments_in(self._plan.order.segments)
         identity = {**self._positions.identity, "segments": segments}
         skipped = tuple(self._plan.skipped)
-        found = states.State(self._next_example, skipped, self._replaced, identity)
+        remainder = self._plan.remainder
+        found = states.State(self._next_example, skipped, self._replaced, identity, remainder)
         return found.to_json()
 
     def set_state(self, state: states.JSON) -> None:
@@ -199,9 +200,9 @@ class Iterator(grain.DatasetIterator[Any]):
     ) -> list[tuple[int, int]]:
         """What batches first..stop-1 hold, counted from a saved state of this run.
 
-        Under the segments and skips of that state, with `skips` beside them, and `batch_size`
-        (None: the one here); ranges as `skip` takes them. Where a segment was opened after it, give
-        what `toward` returns.
+        Under the segments, skips and remainder of that state, with `skips` beside them, and
+        `batch_size` (None: the one here); ranges as `skip` takes them. Where a segment was opened
+        after it, give what `toward` returns.
 
         Raises:
           Mismatch, Damaged, Unsupported: as `set_state`.

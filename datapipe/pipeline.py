@@ -25,6 +25,7 @@ from datapipe.sources.epoch_sources import OrderedSource, varies
 from datapipe.sources.grain_source import adapted
 from datapipe.sources.stages import Filter, Packing, staged
 from datapipe.state import JSON, identity
+from datapipe.texts import text
 from formats.errors import Misuse, NotFound
 from formats.source import blocks_of
 
@@ -351,8 +352,7 @@ def _by_name(source: Source | Mapping[str, Source]) -> dict[str, Source]:
 
 
 def _must_be_a_source(name: str, source: object) -> None:
-    if not isinstance(name, str) or not 0 < len(name) <= 64:
-        raise Misuse(f"the name of a source is a text of 1 to 64 characters, found {name!r}")
+    text("the name of a source", name, 1, 64)
     missing = [method for method in _SOURCE_METHODS if not hasattr(source, method)]
     if missing:
         raise Misuse(

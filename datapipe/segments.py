@@ -92,6 +92,8 @@ class Positions:
         if obstacles:
             raise Mismatch(f"{_WRONG}:", _all(differences, obstacles))
         plan = self._planned(_segments(saved))
+        if saved.remainder is not None:
+            plan = replace(plan, remainder=saved.remainder)
         return plan.skipping([*saved.skips, *plan.present(skips)])
 
     def toward(self, state: State, later: State | None) -> State:
@@ -99,7 +101,7 @@ class Positions:
         if later is not None:
             return toward(state, later)
         try:
-            return self._opened(state)
+            return replace(self._opened(state), remainder=self.plan.remainder)
         except Mismatch:
             return state
 
@@ -175,7 +177,8 @@ class Positions:
 
 
 def toward(state: State, later: State) -> State:
-    """A state as one on the way to `later` knows it: with the segments that open until there.
+    """A state as one on the way to `later` knows it: with the segments that open until there, and
+    its remainder.
 
     As it is, where `later` does not lie ahead of it, in the same run.
     """
@@ -190,7 +193,8 @@ def toward(state: State, later: State) -> State:
         or served[0] != served[1]
     ):
         return state
-    return replace(state, identity={**mine, **{k: theirs[k] for k in ("segments", "sources")}})
+    identity = {**mine, **{k: theirs[k] for k in ("segments", "sources")}}
+    return replace(state, identity=identity, remainder=later.remainder)
 
 
 def _not_grown(

@@ -2,25 +2,29 @@
 
 ::
 
-    {"format": 3,
+    {"format": 4,
      "next_example": 51200,                        first example not yet delivered
      "skips": [25600, 1024],                       never to be served: gap, length, gap, ...
      "replaced": [[37, 4711], [120]],              bad records, source by source
      "segments": [{"first": 0, "items": [10000, 500], "counts": [3, 1]}],
      "plan": {"version": 1, "permutation": 1, "seed": 17, "shuffle": "global"},
      "sources": [["web", {"fingerprint": "...", "records": 10000, ...}], ["code", {...}]],
-     "transforms": ["map 1", "random_map 2"]}
+     "transforms": ["map 1", "random_map 2"],
+     "remainder": "keep"}                          of the end of an epoch; none: "carry"
 
 It counts examples of the whole run, so that it is the same for any number of processes, threads and
 workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
 *identity*: a state is refused where they differ, unless a segment may open that leads from one to
-the other (see `datapipe.segments`). How long the run goes on (`epochs`, `remainder`) is no part of
-it. Where blocks are shuffled (`datapipe.order.block_shuffle`), `plan` tells of their windows, and
-each source by a digest how it is cut. Skips are addresses (see `datapipe.order.plan`); `plan` has
+the other (see `datapipe.segments`). How long the run goes on (`epochs`) is no part of it, and not
+told. Nor is `remainder`, which is told to those who count the batches around a saved position: an
+iterator goes on with its own.
+
+Where blocks are shuffled (`datapipe.order.block_shuffle`), `plan` tells of their windows, and each
+source by a digest how it is cut. Skips are addresses (see `datapipe.order.plan`); `plan` has
 `"skips": "records"` where their records do not come back in later epochs. The sources stand in the
 order of their numbers: a new one comes behind those that are there. Others stand in for the records
 in `replaced`, given by their ids (see `datapipe.batches.substitutes`), also where they can be read
-by now; a state of format 2, which is read as well, has none.
+by now. Earlier formats are read as well: 2 has no `replaced`, and 2 and 3 do not tell `remainder`.
 
 A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
 """
@@ -29,23 +33,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from datapipe.batches.substitutes import Replaced
 from datapipe.integers import LIMIT
 from datapipe.order import block_shuffle, permute
 from datapipe.order.examples import Examples, Segment
 from datapipe.order.mixture import BLOCK
-from datapipe.order.plan import VERSION, Plan
+from datapipe.order.plan import REMAINDERS, VERSION, Plan, Remainder
+from datapipe.texts import is_utf8
 from formats.errors import Damaged, Misuse, Unsupported
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 
 _FIELDS: Final = (
     *("format", "next_example", "skips", "replaced", "segments", "plan", "sources", "transforms"),
 )
+_NUMBERS: Final = ("version", "permutation", "seed", "blocks", "shuffle_window")  # of a plan
+_TEXTS: Final = ("shuffle", "skips")
+_UNTOLD: Final = 3  # the last format that does not tell the remainder
 _ADDRESSES: Final = LIMIT << 10  # as many sources as a mixture may have, and some
 _DETAIL_BYTES: Final = 64  # a longer field of a fingerprint is in its digest only
 _DETAILS_BYTES: Final = 384
@@ -55,12 +64,16 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """A position, what is skipped and replaced, and the identity they belong to."""
+    """A position, what is skipped and replaced, and the identity they belong to.
+
+    remainder: what became of the ends of epochs; None: an earlier release did not tell.
+    """
 
     next_example: int
     skips: tuple[tuple[int, int], ...]  # addresses: sorted, disjoint, non-adjacent
     replaced: Replaced
     identity: JSON  # "segments", "plan", "sources", "transforms" as in the JSON form
+    remainder: Remainder | None
 
     def to_json(self) -> JSON:
         """The JSON value; a fresh one, made of plain dicts, lists, ints and strings."""
@@ -70,12 +83,13 @@ class State:
             skips += [start - last, stop - start]
             last = stop
         head = {
-            "format": FORMAT,
+            "format": _UNTOLD if self.remainder is None else FORMAT,
             "next_example": self.next_example,
             "skips": skips,
             "replaced": [list(ids) for ids in self.replaced.ids],
         }
-        return {**head, **json.loads(json.dumps(self.identity))}
+        told = {} if self.remainder in (None, "carry") else {"remainder": self.remainder}
+        return {**head, **json.loads(json.dumps(self.identity)), **told}
 
     @staticmethod
     def from_json(value: object) -> State:
@@ -96,11 +110,12 @@ class State:
                 f"data state of format {written}: this release reads formats 2 to {FORMAT}; "
                 "restore it with the release that saved it, or a later one"
             )
-        fields = _FIELDS if written == FORMAT else [name for name in _FIELDS if name != "replaced"]
-        _exact_fields(value, fields, "data state")
+        fields = [name for name in _FIELDS if written > 2 or name != "replaced"]
+        known = [name for name in value if written <= _UNTOLD or name != "remainder"]
+        _exact_fields(known, fields, "data state")
         identity: JSON = {
             "segments": _segments(value["segments"]),
-            "plan": _flat(value["plan"], "plan"),
+            "plan": _plan(value["plan"]),
             "sources": _sources(value["sources"]),
             "transforms": _texts(value["transforms"], "transforms"),
         }
@@ -112,7 +127,8 @@ class State:
         count = len(identity["sources"])
         next_example = _integer(value["next_example"], "next_example", 0, LIMIT)
         replaced = _replaced(value.get("replaced", []), count)
-        return State(next_example, _skips(value["skips"], count), replaced, identity)
+        remainder = _remainder(value, count) if written > _UNTOLD else None
+        return State(next_example, _skips(value["skips"], count), replaced, identity, remainder)
 
 
 def identity(
@@ -127,7 +143,7 @@ def identity(
       transforms: kind and version of each, in order.
     """
     order = plan.order
-    return {
+    found = {
         "segments": segments_in(order.segments),
         "plan": {
             "version": VERSION,
@@ -143,6 +159,7 @@ def identity(
         ],
         "transforms": list(transforms),
     }
+    return cast(JSON, json.loads(json.dumps(found)))  # as it comes back from a file
 
 
 def _windows(order: Examples) -> JSON:
@@ -193,7 +210,7 @@ def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
 
 
 def _compare(lines: list[str], name: str, saved: object, mine: object) -> None:
-    if saved != mine:
+    if saved != mine or type(saved) is not type(mine):  # True is 1, and 1.0
         lines.append(f"{name}: saved {_shown(saved)}, here {_shown(mine)}")
 
 
@@ -215,12 +232,15 @@ def condensed(fingerprint: Mapping[str, object], sources: int = 1) -> JSON:
         text = json.dumps(fingerprint, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise Misuse(f"the fingerprint of the source is no JSON value: {error}") from error
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise Misuse(f"the fingerprint of the source is no JSON object: {fingerprint!r:.80}")
     found: JSON = {"fingerprint": hashlib.sha256(text.encode()).hexdigest()[:32]}
     room = _DETAILS_BYTES // sources
-    for name in sorted(fingerprint):
-        value = fingerprint[name]
+    for name, value in sorted(fields.items()):
         length = len(json.dumps([name, value]))
         plain = isinstance(value, str | int | float | bool) and name not in (*found, "digest")
+        plain = plain and is_utf8(f"{name}{value}")
         if plain and length <= min(_DETAIL_BYTES, room):
             found[name] = value
             room -= length
@@ -230,9 +250,10 @@ def condensed(fingerprint: Mapping[str, object], sources: int = 1) -> JSON:
 # -- parsing ---------------------------------------------------------------------------------------
 
 
-def _exact_fields(value: Mapping[str, object], wanted: Sequence[str], where: str) -> None:
-    missing = [name for name in wanted if name not in value]
-    extra = [_short(name) for name in value if name not in wanted]
+def _exact_fields(found: Iterable[str], wanted: Sequence[str], where: str) -> None:
+    names = list(found)
+    missing = [name for name in wanted if name not in names]
+    extra = [_short(name) for name in names if name not in wanted]
     if missing or extra:
         raise Damaged(f"{where}: missing fields {missing}, unknown fields {extra}")
 
@@ -336,12 +357,35 @@ def _sources(value: object) -> list[Any]:
     return [[name, source] for name, source in found.items()]
 
 
+def _plan(value: object) -> JSON:
+    found = _flat(value, "plan")
+    for name in _NUMBERS:
+        if name in found:
+            _integer(found[name], f"plan.{name}", 0, (1 << 64) - 1)
+    for name in _TEXTS:
+        if name in found and not isinstance(found[name], str):
+            raise Damaged(f"data state, plan.{name}: wanted a text, found {_short(found[name])}")
+    return found
+
+
+def _remainder(value: Mapping[str, object], sources: int) -> Remainder:
+    found = value.get("remainder", "carry")
+    for known in REMAINDERS:
+        if found == known and (sources == 1 or known == "carry"):
+            return known
+    raise Damaged(
+        f"data state, remainder: wanted one of {', '.join(REMAINDERS)}, of which several sources "
+        f"have 'carry' only, found {_short(found)} with {sources} sources"
+    )
+
+
 def _flat(value: object, where: str) -> JSON:
     """A JSON object of strings and numbers."""
     if not isinstance(value, Mapping):
         raise Damaged(f"data state, {where}: wanted an object, found {_short(value)}")
     for name, item in value.items():
-        if not isinstance(name, str) or not isinstance(item, str | int | float | bool):
+        is_plain = isinstance(item, str | int) or (isinstance(item, float) and math.isfinite(item))
+        if not isinstance(name, str) or not is_plain:
             raise Damaged(
                 f"data state, {where}: wanted names with a text or number each, "
                 f"found {_short(name)}: {_short(item)}"

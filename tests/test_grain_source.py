@@ -358,7 +358,7 @@ def test_what_has_no_random_access_is_refused_with_the_cure():
             Pipeline(stream, batch_size=1, seed=0)
     with pytest.raises(Misuse, match=r"wanted a grain.MapDataset, found list"):
         GrainSource([1])
-    with pytest.raises(Misuse, match="version: wanted a text of at most 64"):
+    with pytest.raises(Misuse, match="version must be a text of 0 to 64"):
         GrainSource(base(), version="v" * 65)
 
 

@@ -32,8 +32,8 @@ def test_a_batch_larger_than_the_source():
         (lambda: base(epochs=0), "epochs must be"),
         (lambda: base(remainder="pad"), "remainder must be"),
         (lambda: base().map(3, version="1"), ".map wants a function"),
-        (lambda: base().map(number, version=1), ".map wants a version"),
-        (lambda: base().map(number, version=""), ".map wants a version"),
+        (lambda: base().map(number, version=1), ".map: its version must be a text of 1 to 64"),
+        (lambda: base().map(number, version=""), ".map: its version must be a text of 1 to 64"),
         (
             lambda: base().map_batch(len, version="1").map(number, version="1"),
             ".map after .map_batch",

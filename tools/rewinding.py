@@ -238,9 +238,10 @@ def _counting(saved: State, size: int) -> Plan:
     Raises: Unsupported where nobody but the pipeline can tell.
     """
     segments, told = segments_of(saved.identity["segments"]), saved.identity["plan"]
+    remainder = saved.remainder or "carry"
     if "skips" not in told:
         # Which record stands where is not asked, so any seed will do.
-        return Plan(Examples(segments, seed=0), size)
+        return Plan(Examples(segments, seed=0), size, remainder)
     known = {"version": VERSION, "permutation": permute.VERSION, "skips": "records"}
     if told.get("shuffle") == "blocks" or known.items() - told.items():
         raise Unsupported(
@@ -248,7 +249,7 @@ def _counting(saved: State, size: int) -> Plan:
             "shuffle='blocks', or if another release wrote it"
         )
     order = Examples(segments, told.get("seed", -1), told.get("shuffle", ""))
-    return Plan(order, size, skip_records=True)
+    return Plan(order, size, remainder, skip_records=True)
 
 
 def _check_position(name: str, entry: Mapping[str, Json], where: str) -> None:

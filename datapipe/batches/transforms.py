@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from datapipe.order.permute import mix
+from datapipe.texts import text
 from formats.errors import Misuse
 
 Kind = Literal["map", "random_map", "map_batch"]
@@ -33,11 +34,8 @@ class Transform:
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise Misuse(f".{self.kind} wants a function, found {self.fn!r}")
-        if not isinstance(self.version, str) or not 0 < len(self.version) <= 64:
-            raise Misuse(
-                f".{self.kind} wants a version, a text of 1 to 64 characters such as '1', "
-                f"found {self.version!r}"
-            )
+        version = text(f".{self.kind}: its version", self.version, 1, 64)
+        object.__setattr__(self, "version", version)
 
     @property
     def label(self) -> str:

@@ -37,7 +37,7 @@ from formats.errors import Misuse
 VERSION: Final = 1  # of the order of records: saved in states
 
 Remainder = Literal["carry", "keep", "drop"]
-_REMAINDERS: Final = ("carry", "keep", "drop")
+REMAINDERS: Final[tuple[Remainder, ...]] = ("carry", "keep", "drop")
 
 
 class BatchPlan(NamedTuple):
@@ -87,9 +87,9 @@ class Plan:
     def __post_init__(self) -> None:
         size = integer("batch_size", self.batch_size, 1, LIMIT)
         object.__setattr__(self, "batch_size", size)
-        if self.remainder not in _REMAINDERS:
+        if self.remainder not in REMAINDERS:
             raise Misuse(
-                f"remainder must be one of {', '.join(_REMAINDERS)}, found {self.remainder!r}"
+                f"remainder must be one of {', '.join(REMAINDERS)}, found {self.remainder!r}"
             )
         sources = self.order.source_count
         if self.remainder != "carry" and sources > 1:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from datapipe.batches.faults import is_of_a_record
 from datapipe.sources.epoch_sources import EpochSource
 from datapipe.sources.tree_digest import coarse, exact
+from datapipe.texts import text
 from formats.errors import BadRecord, Misuse
 from formats.source import Spec, as_rows, json_digest, sealed
 
@@ -54,8 +55,7 @@ class GrainSource(EpochSource):
     def __init__(self, dataset: Any, *, version: str = "") -> None:
         if not _is_a(dataset, "MapDataset"):
             raise Misuse(f"wanted a grain.MapDataset, found {type(dataset).__name__}")
-        if not isinstance(version, str) or len(version) > 64:
-            raise Misuse(f"version: wanted a text of at most 64 characters, found {version!r:.80}")
+        version = text("version", version, 0, 64)
         _refuse_what_is_no_source(dataset)
         self.dataset = dataset
         self._batched = _with_batched_sources(dataset)

@@ -1,0 +1,31 @@
+"""Texts that callers give and that are written down: checked, and Python's own from then on."""
+
+from __future__ import annotations
+
+from formats.errors import Misuse
+
+
+def text(name: str, value: object, first: int, last: int) -> str:
+    """`value` as a Python str of so many characters.
+
+    Raises:
+      Misuse: it is no text, has fewer than `first` or more than `last` characters, or some that
+        UTF-8 does not have.
+    """
+    if not isinstance(value, str) or not first <= len(value) <= last:
+        raise Misuse(f"{name} must be a text of {first} to {last} characters, found {value!r:.80}")
+    if not is_utf8(value):
+        raise Misuse(
+            f"{name} must be a text that can be written in UTF-8, found {value!r:.80}: half of a "
+            "surrogate pair, as bytes become that are read with another encoding"
+        )
+    return str(value)
+
+
+def is_utf8(value: str) -> bool:
+    """Whether UTF-8 has all of its characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
