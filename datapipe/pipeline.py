@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Iterator as _Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
@@ -14,7 +15,7 @@ from datapipe.batches.transforms import Transform, extended
 from datapipe.integers import integer
 from datapipe.order.block_shuffle import WINDOW, Blocks
 from datapipe.order.examples import Examples, Segment
-from datapipe.order.mixture import Mixture
+from datapipe.order.mixture import BLOCK, Mixture
 from datapipe.order.plan import Plan, Remainder
 from datapipe.order.streams import SHUFFLES, Shuffle
 from datapipe.prefetch.pace import Pace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from datapipe.iterator import Dataset, Iterator
     from formats.source import Source
+
+_log = logging.getLogger("datapipe")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +72,8 @@ class Pipeline:
       pack: how documents become rows of tokens, as a `Pack` or a `Concatenate`; by name for some
         of several sources. Examples are rows then, of `tokens`, `segment_ids` and `positions`.
       weights: of several sources, by name, of any scale; by default as many as each has records.
-        Every block of at most 4,096 examples has exactly the same number of each.
+        Every block of at most 4,096 examples has exactly the same number of each, and one at
+        least of each whose weight is not 0: the log warns where that is far more than its share.
       skip_records: whether the record of a skipped example stays away in all later epochs, too;
         by default it comes back in the next one.
       on_bad_record: what becomes of a record that cannot be read, or for which a `.map` raises
@@ -151,6 +155,8 @@ class Pipeline:
                 f"a batch of {self.batch_size} is larger than the source, which holds {records} "
                 "records; make the batch smaller"
             )
+        if not self.transforms:  # each function makes another pipeline, which has the same weights
+            self._tell_of_raised_shares()
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -192,11 +198,8 @@ class Pipeline:
     @cached_property
     def plan(self) -> Plan:
         """The order of records: asked without reading data."""
-        counts = [len(source) for source in self.sources.values()]
-        weights = [
-            (self.weights or {}).get(n, c) for n, c in zip(self.sources, counts, strict=True)
-        ]
-        segment = Segment(0, tuple(counts), Mixture.of(weights).counts)
+        counts = tuple(len(source) for source in self.sources.values())
+        segment = Segment(0, counts, Mixture.of(self._weights).counts)
         ordered = any(isinstance(source, OrderedSource) for source in self.sources.values())
         shuffle = "none" if ordered else self._order
         blocks: tuple[Blocks, ...] = ()
@@ -205,6 +208,31 @@ class Pipeline:
             blocks = tuple(Blocks(bounds, self._window) for bounds in cuts)
         order = Examples((segment,), self.seed, shuffle, self.epochs, blocks)
         return Plan(order, self.batch_size, self.remainder, skip_records=self.skip_records)
+
+    @property
+    def _weights(self) -> list[float]:
+        """By the number of the source."""
+        given = self.weights or {}
+        return [given.get(name, len(source)) for name, source in self.sources.items()]
+
+    def _tell_of_raised_shares(self) -> None:
+        """A source cannot have less than one example of a block, whatever its weight says."""
+        names = list(self.sources)
+        raised = self.plan.order.segments[-1].mixture.raised(self._weights)
+        if not raised:
+            return
+        told = [
+            f"{names[number]} gets {100 * got:.3g}% and wants {100 * wanted:.3g}%"
+            for number, wanted, got in raised
+        ]
+        more = f", and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+        _log.warning(
+            "weights: a source gets one of %d examples at least, however little it wants: %s%s. "
+            "Leave it out, give it more weight, or make one source of several",
+            BLOCK,
+            ", ".join(told[:_TOLD]),
+            more,
+        )
 
     @property
     def _order(self) -> Shuffle:
@@ -363,5 +391,6 @@ def _must_be_a_source(name: str, source: object) -> None:
         raise NotFound(f"{name} holds no records; check its pattern and its filters")
 
 
+_TOLD = 4  # sources that the log names
 _SINGLE = "source"
 _SOURCE_METHODS = ("__len__", "read", "fingerprint", "where")

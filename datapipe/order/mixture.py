@@ -77,6 +77,17 @@ class Mixture:
                 return _in_lowest_terms(counts)
         return _in_lowest_terms(_apportioned(shares))
 
+    def raised(self, weights: Sequence[float]) -> list[tuple[int, float, float]]:
+        """The sources that get more than twice what `weights` ask for: number, wanted, got.
+
+        Shares of all examples, 0 to 1. It takes a weight for which one example of a block is far
+        too many.
+        """
+        total = math.fsum(weights)
+        pairs = zip(weights, self.counts, strict=True)
+        shares = [(n, weight / total, count / self.size) for n, (weight, count) in enumerate(pairs)]
+        return [each for each in shares if each[2] > 2 * each[1]]
+
     @property
     def size(self) -> int:
         """Examples in a block."""
