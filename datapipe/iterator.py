@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import grain
 
 from datapipe import state as states
 from datapipe.batches.substitutes import Replaced
+from datapipe.integers import integer
 from datapipe.order.plan import Plan
+from datapipe.prefetch.lifetime import MOVED
 from datapipe.prefetch.prefetcher import Prefetcher
 from datapipe.prefetch.stats import Stats
 from datapipe.segments import Positions
@@ -25,12 +27,25 @@ from formats.errors import Misuse
 _log = logging.getLogger("datapipe")
 
 
+class _Position(NamedTuple):
+    """What was delivered. One value, so that no thread ever sees parts of two."""
+
+    plan: Plan
+    next_example: int
+    replaced: Replaced
+
+
 class Iterator(grain.DatasetIterator[Any]):
     """Batches of a pipeline from a position on; made by `Pipeline.iterator`.
 
     A batch is a tree of NumPy arrays with a leading axis of `batch_size` rows (fewer in a
     remainder that is kept), or of global `jax.Array`s where a sharding was given. For Grain this
-    is a `DatasetIterator`; the same rule holds: one thread at a time.
+    is a `DatasetIterator`.
+
+    Several threads may call it: one after the other is served, in any order, and each batch goes to
+    one of them. `get_state`, `stats` and `close` do not wait for a batch that another thread waits
+    for. It belongs to the process that made it: in a forked child all but `get_state`, `close` and
+    the questions to the plan are refused.
     """
 
     united = ("replaced",)
@@ -39,10 +54,9 @@ class Iterator(grain.DatasetIterator[Any]):
     def __init__(self, positions: Positions, prefetcher: Prefetcher) -> None:
         super().__init__()
         self._positions = positions
-        self._plan = positions.plan
         self._prefetcher = prefetcher
-        self._next_example = 0
-        self._replaced = Replaced()
+        self._lifetime = prefetcher.lifetime
+        self._at = _Position(positions.plan, 0, Replaced())
         self._is_cut_short = True
         self._follow()
 
@@ -55,43 +69,67 @@ class Iterator(grain.DatasetIterator[Any]):
           StopIteration: the last epoch is over; also at every later call.
           BadRecord: a record of this batch cannot be read or mapped, and is not to be replaced, or
             too many have been; the position stays, as it does whatever else is raised.
-          Misuse: the iterator is closed.
+          Misuse: the iterator is closed, also while this waits; or it is of another process.
         """
-        self._refuse_closed()
-        self._follow()
-        self._is_cut_short = True
-        ready = self._prefetcher.next()
-        if ready is None:
-            self._is_cut_short = False
-            raise StopIteration
-        replaced = self._replaced
-        if ready.faults:
-            replaced = replaced.union(fault.pair for fault in ready.faults)
-            self._prefetcher.replace(replaced)
-        self._prefetcher.start()
-        for fault in ready.faults:
-            _log.warning("%s: another record takes its place", fault)
-        # The last thing, and without a call, at which an interrupt could come in between.
-        self._replaced = replaced
-        self._next_example = ready.next_example
-        self._is_cut_short = False
-        return ready.batch
+        before = self._at
+        after: _Position | None = None
+        try:
+            with self._lifetime.turn():
+                self._lifetime.refuse_closed()
+                before = self._at
+                self._follow()
+                self._is_cut_short = True
+                ready = self._prefetcher.next()
+                if ready is None:
+                    self._is_cut_short = False
+                    raise StopIteration
+                replaced = before.replaced
+                if ready.faults:
+                    replaced = replaced.union(fault.pair for fault in ready.faults)
+                    self._prefetcher.replace(replaced)
+                self._prefetcher.start()
+                for fault in ready.faults:
+                    _log.warning("%s: another record takes its place", fault)
+                at = _Position(before.plan, ready.next_example, replaced)
+                self._lifetime.refuse_closed()
+                if self._at is not before:
+                    raise Misuse(MOVED)
+                # Without a call, at which an interrupt could come in between.
+                self._at = after = at
+                self._is_cut_short = False
+                return ready.batch
+        except BaseException:
+            if after is not None and self._at is after:  # as the lock was let go: not delivered
+                self._at = before
+                self._is_cut_short = True
+            raise
 
     def start_prefetch(self) -> None:
         """Starts to make batches, if `prefetch` allows any, before the first one is asked for."""
-        self._refuse_closed()
-        self._follow()
-        self._is_cut_short = True
-        self._prefetcher.start()
-        self._is_cut_short = False
+        with self._lifetime.turn():
+            self._lifetime.refuse_closed()
+            self._follow()
+            self._is_cut_short = True
+            self._prefetcher.start()
+            self._is_cut_short = False
 
     def stats(self) -> Stats:
         """Batches and records delivered, how long they were waited for, and what takes longest."""
+        self._lifetime.turn()
         return self._prefetcher.stats()
 
     def close(self) -> None:
-        """Stops working ahead and waits for the threads. Only the state can be asked for then."""
-        self._shutdown(wait=True)
+        """Stops working ahead and waits for the threads. Only the state can be asked for then.
+
+        A thread that waits for a batch gets Misuse, as does one that makes it itself (always so
+        with `prefetch=0`), which is waited for. In a forked child nothing happens.
+        """
+        if not self._lifetime.is_ours:
+            return
+        super().close()
+        self._prefetcher.stop()
+        with self._lifetime.turn():
+            self._prefetcher.close(wait=True)
 
     def __enter__(self) -> Iterator:
         return self
@@ -100,28 +138,36 @@ class Iterator(grain.DatasetIterator[Any]):
         self.close()
 
     def __del__(self) -> None:
-        # A collector may run in one of the threads that a plain close() would wait for.
-        self._shutdown(wait=False)
+        lifetime = getattr(self, "_lifetime", None)  # None where __init__ was never reached
+        if lifetime is not None and lifetime.is_ours:
+            # A collector may run in one of the threads that a plain close() would wait for.
+            self._prefetcher.close(wait=False)
+
+    def __reduce__(self) -> NoReturn:
+        raise Misuse(
+            "an iterator cannot be copied or sent to another process: make one there with "
+            "pipe.iterator(), and set_state(get_state()) of this one"
+        )
 
     def __str__(self) -> str:
-        return f"datapipe.Iterator(next_example={self._next_example})"
+        return f"datapipe.Iterator(next_example={self.next_example})"
 
     # -- the position --------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
         """The plan with the skips of this iterator."""
-        return self._plan
+        return self._at.plan
 
     @property
     def batch_size(self) -> int:
         """Examples per batch, over all processes."""
-        return self._plan.batch_size
+        return self.plan.batch_size
 
     @property
     def next_example(self) -> int:
         """The position: one past the last example delivered."""
-        return self._next_example
+        return self._at.next_example
 
     def get_state(self) -> states.JSON:
         """The position after the batches *delivered*, the skips, and what they belong to.
@@ -130,11 +176,11 @@ class Iterator(grain.DatasetIterator[Any]):
         `replaced` differs: each process knows the bad records that it came upon, and those that
         `set_state` told it. It tells of `remainder`, too, which another pipeline may have changed.
         """
-        segments = states.segments_in(self._plan.order.segments)
+        plan, next_example, replaced = self._at
+        segments = states.segments_in(plan.order.segments)
         identity = {**self._positions.identity, "segments": segments}
-        skipped = tuple(self._plan.skipped)
-        remainder = self._plan.remainder
-        found = states.State(self._next_example, skipped, self._replaced, identity, remainder)
+        skipped = tuple(plan.skipped)
+        found = states.State(next_example, skipped, replaced, identity, plan.remainder)
         return found.to_json()
 
     def set_state(self, state: states.JSON) -> None:
@@ -150,29 +196,27 @@ class Iterator(grain.DatasetIterator[Any]):
           Damaged, Unsupported: see `State.from_json`.
         """
         saved = states.State.from_json(state)
-        resumed = self._positions.resumed(saved, self._plan)
-        self._refuse_closed()
-        if resumed.told:
-            _log.warning("%s", resumed.told)
-        if len(saved.replaced):
-            _log.info("%d records are replaced, as the saved position says", len(saved.replaced))
-        self._plan = resumed.plan
-        self._next_example = saved.next_example
-        self._replaced = saved.replaced
-        self._is_cut_short = True
-        self._follow()
+        with self._lifetime.turn():
+            resumed = self._positions.resumed(saved, self.plan)
+            self._lifetime.refuse_closed()
+            if resumed.told:
+                _log.warning("%s", resumed.told)
+            if len(saved.replaced):
+                _log.info(
+                    "%d records are replaced, as the saved position says", len(saved.replaced)
+                )
+            self._move(_Position(resumed.plan, saved.next_example, saved.replaced))
 
     def seek(self, example: int) -> None:
         """Goes to an example, 0 to the end of the plan; skips and replaced records stay.
 
         Reads nothing.
         """
-        self._refuse_closed()
-        self._plan.batches_left(example)  # refuses what is no position
-        example = int(example)
-        self._next_example = example
-        self._is_cut_short = True
-        self._follow()
+        with self._lifetime.turn():
+            self._lifetime.refuse_closed()
+            at = self._at
+            example = integer("an example", example, 0, at.plan.end)
+            self._move(at._replace(next_example=example))
 
     def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Never serves these examples, beside those already skipped.
@@ -184,10 +228,10 @@ class Iterator(grain.DatasetIterator[Any]):
         delivered before stays delivered; with more than one epoch the same *records* come back in
         the next epoch, as other examples, unless the pipeline has `skip_records=True`.
         """
-        self._refuse_closed()
-        self._plan = self._plan.skipping(ranges)
-        self._is_cut_short = True
-        self._follow()
+        with self._lifetime.turn():
+            self._lifetime.refuse_closed()
+            at = self._at
+            self._move(at._replace(plan=at.plan.skipping(ranges)))
 
     def span(
         self,
@@ -253,18 +297,14 @@ class Iterator(grain.DatasetIterator[Any]):
         be made again from arrays that functions have changed in place.
         """
         if self._is_cut_short:
-            self._prefetcher.restart(self._plan, self._next_example, self._replaced)
-            self._is_cut_short = False
+            at = self._at
+            self._prefetcher.restart(*at)
+            self._is_cut_short = self._at is not at  # by a signal handler
 
-    def _shutdown(self, *, wait: bool) -> None:
-        if getattr(self, "_closed", True):  # also where __init__ was never reached
-            return
-        super().close()
-        self._prefetcher.close(wait=wait)
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise Misuse("this iterator is closed; take a new one from the pipeline")
+    def _move(self, to: _Position) -> None:
+        self._at = to
+        self._is_cut_short = True
+        self._follow()
 
 
 class Dataset(grain.IterDataset[Any]):

@@ -17,7 +17,7 @@ the batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
@@ -131,7 +131,7 @@ class Plan:
           Misuse: a range is none, or of a source that there is not.
         """
         more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
-        for source, start, stop in map(_parted, addresses):
+        for source, start, stop in map(_parted, _each(addresses)):
             if source >= len(more):
                 raise Misuse(
                     f"a skip of source {source}, here are {len(more)}: a source of which examples "
@@ -143,7 +143,7 @@ class Plan:
 
     def present(self, addresses: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """The ranges of the sources there are: others may come in later."""
-        return [each for each in addresses if each[0] < self.order.source_count * LIMIT]
+        return [each for each in _each(addresses) if _parted(each)[0] < self.order.source_count]
 
     def unskipped(self) -> Plan:
         """This plan with nothing skipped."""
@@ -371,6 +371,15 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((start, stop))
     return found
+
+
+def _each(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    try:
+        return iter(ranges)
+    except TypeError as error:
+        raise Misuse(
+            f"ranges are a list of pairs (start, stop), such as [(8, 12)], found {ranges!r}"
+        ) from error
 
 
 def _parted(addresses: tuple[int, int]) -> tuple[int, int, int]:

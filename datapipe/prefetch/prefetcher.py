@@ -10,11 +10,15 @@ new position.
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from datapipe.batches.batch import Made, Recipe
@@ -22,8 +26,10 @@ from datapipe.batches.faults import Fault, too_many
 from datapipe.batches.substitutes import Replaced
 from datapipe.batches.window import Window
 from datapipe.order.plan import Plan
+from datapipe.prefetch.lifetime import MOVED, Lifetime
 from datapipe.prefetch.pace import Pace
 from datapipe.prefetch.stats import Meter, Stats
+from formats.errors import Misuse, WorkerFailed
 
 if TYPE_CHECKING:
     from datapipe.prefetch.device_feed import Feed
@@ -72,16 +78,17 @@ class Prefetcher:
         self._feed = feed
         self._rows = None if feed is None else feed.rows
         self._pace = pace
+        self.lifetime = Lifetime()
         self._meter = Meter(pace)
         self._queue: deque[_Coming] = deque()
         self._batch_bytes = 0  # of the largest one
         self._makers: ThreadPoolExecutor | None = None
         self._placer: ThreadPoolExecutor | None = None
+        self._waited_for: set[SimpleQueue[Future[Made] | None]] = set()
         self._pool: WorkerPool | None = None
         if pace.workers:
-            from datapipe.prefetch.worker_pool import WorkerPool
-
-            self._pool = WorkerPool(recipe, self._rows, pace.workers, pace.window)
+            self._pool = self._made_pool()
+        _prefetchers.add(self)
 
     def restart(self, plan: Plan, next_example: int, replaced: Replaced) -> None:
         """Drops what was made, and goes on from this position of this plan.
@@ -121,6 +128,7 @@ class Prefetcher:
 
         Raises:
           BadRecord: a record is bad and not to be replaced, or there are too many.
+          Misuse: it was closed meanwhile.
         """
         asked = self._meter.clock()
         self._fill(1)
@@ -137,6 +145,9 @@ class Prefetcher:
         limit = self._recipe.tolerance.limit
         if new and len(self._replaced) + len(new) > limit:
             raise too_many(len(self._replaced), new, limit)
+        if not self._queue or self._queue[0] is not coming:
+            self.lifetime.refuse_closed()
+            raise Misuse(MOVED)
         self._queue.popleft()
         self._batch_bytes = max(self._batch_bytes, made.cost.size_bytes)
         self._next_example = coming.next_example
@@ -148,8 +159,17 @@ class Prefetcher:
         """What was delivered, and how fast."""
         return self._meter.stats()
 
+    def stop(self) -> None:
+        """Ends the waiting for a batch, in whatever thread."""
+        self.lifetime.is_closed = True
+        for news in tuple(self._waited_for):
+            news.put(None)
+        if self._pool is not None:
+            self._pool.close(wait=False)
+
     def close(self, *, wait: bool) -> None:
         """Stops working; `wait`: until threads and processes have ended."""
+        self.stop()
         self._drop()
         if self._pool is not None:
             self._pool.close(wait=wait)
@@ -160,7 +180,7 @@ class Prefetcher:
     # -- the queue -----------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        for coming in self._queue:
+        for coming in list(self._queue):
             coming.cancel()
             if coming.placed is not None:
                 coming.placed.cancel()
@@ -168,7 +188,25 @@ class Prefetcher:
 
     def _made(self, coming: _Coming) -> Made:
         """Waits for it, or makes it now."""
-        return _placed(coming, self._feed) if coming.placed is None else coming.placed.result()
+        if coming.placed is None:
+            return _placed(coming, self._feed)
+        return self._result(coming.placed)
+
+    def _result(self, future: Future[Made]) -> Made:
+        """Waits until it is there, or nobody is to wait any more."""
+        if not future.done():
+            news: SimpleQueue[Future[Made] | None] = SimpleQueue()
+            self._waited_for.add(news)
+            try:
+                future.add_done_callback(news.put)
+                if not self.lifetime.is_closed:  # after which `stop` would not find it
+                    news.get()
+            finally:
+                self._waited_for.discard(news)
+        if future.cancelled() or not future.done():
+            self.lifetime.refuse_closed()
+            raise Misuse(MOVED)
+        return future.result()
 
     def _fill(self, wanted: int) -> None:
         while len(self._queue) < wanted and self._has_window():
@@ -187,7 +225,7 @@ class Prefetcher:
         if self._makers is None:
             self._makers = ThreadPoolExecutor(self._pace.threads, "datapipe")
         future = self._makers.submit(work)
-        return _Coming(future.result, future.cancel, _nothing, holds, position)
+        return _Coming(partial(self._result, future), future.cancel, _nothing, holds, position)
 
     def _place(self, feed: Feed) -> None:
         """Has the first few of the queue placed on their devices."""
@@ -198,6 +236,22 @@ class Prefetcher:
                 if self._placer is None:
                     self._placer = ThreadPoolExecutor(1, "datapipe-place")
                 coming.placed = self._placer.submit(_placed, coming, feed)
+
+    def _made_pool(self) -> WorkerPool:
+        from datapipe.prefetch.worker_pool import WorkerPool
+
+        pace = self._pace
+        return WorkerPool(self._recipe, self._rows, pace.workers, pace.window, self.lifetime)
+
+    def _healed(self, pool: WorkerPool) -> WorkerPool:
+        """Another one where the thread failed that leads the workers."""
+        if not pool.is_lost:
+            return pool
+        pool.close(wait=True)
+        try:
+            return self._made_pool()
+        except OSError as error:
+            raise WorkerFailed(f"the workers cannot be started again: {error}") from error
 
     # -- windows -------------------------------------------------------------------------------
 
@@ -217,6 +271,7 @@ class Prefetcher:
         start, size = self._planned_to, min(self._window_size, fitting)
         window: Window | Job
         if self._pool is not None:
+            self._pool = self._healed(self._pool)
             window = self._pool.window(self._plan, start, size, self._replaced)
         else:
             recipe, plan, rows = self._recipe, self._plan, self._rows
@@ -242,3 +297,16 @@ def _placed(coming: _Coming, feed: Feed | None) -> Made:
 
 def _nothing() -> None:
     """Nothing to cancel or to let go: the batch is made when it is asked for."""
+
+
+_prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for each in list(_prefetchers):
+        if each.lifetime.is_ours:
+            each.close(wait=True)
+
+
+# Before executors are waited for, which would make all that is in their queues.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -11,7 +11,6 @@ killed when they are not wanted any more: there is nothing in them to lose.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import mmap
@@ -19,7 +18,6 @@ import os
 import select
 import socket
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -34,6 +32,7 @@ from datapipe.batches.window import Window
 from datapipe.order.plan import Plan
 from datapipe.prefetch import worker as child
 from datapipe.prefetch.exceptions import unpacked
+from datapipe.prefetch.lifetime import MOVED, Lifetime
 from datapipe.prefetch.ring import Bytes, Ring, anonymous, mapped, opened
 from datapipe.prefetch.worker_process import WorkerProcess, pickled_work, start_worker
 from formats.errors import Misuse, WorkerFailed
@@ -121,20 +120,26 @@ class WorkerPool:
       rows: which rows of each batch to make; None: all of them.
       workers: number of processes.
       window: batches of a window, at most.
+      lifetime: of the iterator. All calls are made in its process.
 
     Raises:
       Misuse: a source or a function cannot be sent to another process.
     """
 
     def __init__(
-        self, recipe: Recipe, rows: NDArray[np.int64] | None, workers: int, window: int
+        self,
+        recipe: Recipe,
+        rows: NDArray[np.int64] | None,
+        workers: int,
+        window: int,
+        lifetime: Lifetime,
     ) -> None:
         self._recipe = recipe
         self._rows = rows
         self._size = workers
         self._slots = 2 * workers * window + KEPT
         self._work = pickled_work(recipe, rows)
-        self._pid = os.getpid()
+        self._lifetime = lifetime
         self._condition = threading.Condition(threading.RLock())
         self._wake_read, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -142,7 +147,9 @@ class WorkerPool:
         self._control = anonymous(child.CONTROL_BYTES)
         self._wanted = memoryview(mmap.mmap(self._control, child.CONTROL_BYTES)).cast("q")
         self._thread: threading.Thread | None = None
+        self.is_lost = False  # the thread failed: there will be no more workers
         self._is_closed = False
+        self._is_there = True  # with descriptors and workers
         self._generation = 0
         self._numbers = 0
         self._order: child.Order | None = None
@@ -158,8 +165,6 @@ class WorkerPool:
 
     def restart(self) -> None:
         """Forgets all windows."""
-        if self._pid != os.getpid():
-            return  # workers share memory with this: they would drop what their own process wants
         with self._condition:
             self._generation += 1
             self._wanted[0] = self._generation
@@ -167,7 +172,7 @@ class WorkerPool:
                 self._forget(job, job.count)
             self._jobs.clear()
             self._waiting.clear()
-            if not self._is_closed:
+            if not self.is_lost:
                 self._deaths = 0
                 self._failure = None
             self._condition.notify_all()
@@ -175,13 +180,11 @@ class WorkerPool:
     @property
     def has_room(self) -> bool:
         """Whether another window may be begun."""
-        self._refuse_forked()
         with self._condition:
             return len(self._jobs) < 2 * self._size
 
     def window(self, plan: Plan, next_example: int, count: int, replaced: Replaced) -> Job:
         """Begins a window of a plan; there must be room. It may hold fewer batches, or none."""
-        self._refuse_forked()
         planned = Window(self._recipe, plan, next_example, count, self._rows, replaced)
         order = self._order
         if order is None or order.plan is not plan or order.replaced is not replaced:
@@ -198,13 +201,13 @@ class WorkerPool:
 
     def batch(self, job: Job, index: int) -> Made:
         """See `Job.batch`."""
-        self._refuse_forked()
         with self._condition:
             while job.places[index] is None:
                 if self._failure is not None:
                     raise self._failure
                 if self._is_closed or job.generation != self._generation:
-                    raise Misuse("this batch was dropped while it was waited for")
+                    self._lifetime.refuse_closed()
+                    raise Misuse(MOVED)
                 self._condition.wait()
             place = job.places[index] = self._as_memory(job.places[index])
             self._deaths = 0
@@ -227,13 +230,10 @@ class WorkerPool:
 
     def close(self, *, wait: bool) -> None:
         """Kills the workers; `wait`: until they are gone. May be called from a collector."""
-        if self._pid != os.getpid():
-            return
-        was_closed, self._is_closed = self._is_closed, True
+        self._is_closed = True
         thread = self._thread  # which may have failed and be about to leave
         if thread is None:
-            if not was_closed:
-                self._leave()
+            self._leave()
             return
         self._signal()
         if wait and thread is not threading.current_thread():
@@ -265,18 +265,15 @@ class WorkerPool:
                 job.places[index] = place._replace(ring=None, memory=None)
         job.taken = max(job.taken, stop)
 
-    def _refuse_forked(self) -> None:
-        if self._pid != os.getpid():
-            raise Misuse(
-                "this iterator has workers, which belong to the process that made it; make "
-                "another one after a fork"
-            )
-
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="datapipe-workers", daemon=True)
-            _pools.add(self)
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._run, name="datapipe-workers", daemon=True)
+        try:
             self._thread.start()
+        except RuntimeError:  # no more threads to be had: perhaps later
+            self._thread = None
+            raise
 
     def _signal(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake anyway
@@ -298,8 +295,11 @@ class WorkerPool:
                     self._condition.notify_all()
         except BaseException as error:
             with self._condition:
-                self._is_closed = True  # for good: no restart heals it
-                self._failure = WorkerFailed(f"the workers cannot be led any more: {error!r}")
+                self.is_lost = True
+                self._failure = WorkerFailed(
+                    f"the workers cannot be led any more: {error!r}. The position stays, and the "
+                    "next call starts others; without workers goes pipe.iterator(workers=0)"
+                )
                 self._failure.__cause__ = error
                 self._condition.notify_all()
         finally:
@@ -432,6 +432,9 @@ class WorkerPool:
 
     def _leave(self) -> None:
         """Everything goes; in the thread, or where there was none."""
+        is_there, self._is_there = self._is_there, False
+        if not is_there:
+            return
         with self._condition:
             for each in self._workers:
                 each.process.kill()
@@ -449,15 +452,3 @@ class WorkerPool:
 def _batches(job: Job) -> str:
     last = job.position_after(job.count - 1) - 1
     return f"{len(job.missing)} batches from example {job.missing_from} to {last}"
-
-
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for pool in list(_pools):
-        pool.close(wait=True)
-
-
-# Before executors are waited for, whose threads may wait for batches; atexit comes after that.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
