@@ -87,5 +87,5 @@ def rows(pipe, **options):
 
 def wanted(pipe, bad=PAIRS, items=60):
     """Its batches as lists of records, and what is known to be bad after each."""
-    found, met = served(pipe.plan, range(pipe.plan.batch_count), [items], bad)
+    found, met = served(pipe.plan, range(pipe.plan.batches_left(0)), [items], bad)
     return [[record for _, record in batch] for batch in found], met

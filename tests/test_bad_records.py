@@ -111,7 +111,7 @@ def test_several_sources():
     sources = {"a": Records(30, bad=[3, 4]), "b": Records(50, name="b", bad=[4, 20, 21])}
     bad = {(0, 3), (0, 4), (1, 4), (1, 20), (1, 21)}
     pipe = made(sources, weights={"a": 1, "b": 2}, epochs=2)
-    found, met = served(pipe.plan, range(pipe.plan.batch_count), [30, 50], bad)
+    found, met = served(pipe.plan, range(pipe.plan.batches_left(0)), [30, 50], bad)
     iterator = pipe.iterator()
     assert [batch.tolist() for batch in iterator] == [[r for _, r in batch] for batch in found]
     assert iterator.get_state()["replaced"] == ids_of(met[-1]) == [[3, 4], [4, 20, 21]]
@@ -166,7 +166,7 @@ def test_a_resume_anywhere_equals_the_undisturbed_run(batch_size, options):
     straight = made()
     whole = [record for batch in rows(made(batch_size=1)) for record in batch]
     iterator = straight.iterator()
-    for at in range(straight.plan.batch_count):
+    for at in range(straight.plan.batches_left(0)):
         state = json.loads(json.dumps(iterator.get_state()))
         resumed = made(batch_size=batch_size).iterator(**options)
         resumed.set_state(state)
@@ -226,13 +226,13 @@ def test_skips_and_rewinds_mean_the_same_examples():
     iterator.skip(ranges)
     pipe = made()
     plan = pipe.plan.skipping(ranges)
-    found, _ = served(plan, range(4, plan.batch_count), [60], PAIRS)
+    found, _ = served(plan, range(4, plan.batches_left(0)), [60], PAIRS)
     assert [batch.tolist() for batch in iterator] == [[r for _, r in batch] for batch in found]
 
 
 def test_a_bad_record_that_is_skipped_is_never_met():
     pipe = made(epochs=1)
-    at = {r: e for e, r in enumerate(pipe.plan.records(range(pipe.plan.batch_count)).tolist())}
+    at = {r: e for e, r in enumerate(pipe.plan.records(range(pipe.plan.batches_left(0))).tolist())}
     others = set(BAD) & set(at)
     iterator = pipe.iterator()
     iterator.skip([(at[record], at[record] + 1) for record in others])
@@ -262,7 +262,7 @@ def test_mended_while_the_run_goes_on(reads, options):
     pipe = made(source, batch_size=3, epochs=6)
     plan = pipe.plan
     with pipe.iterator(**options) as iterator:
-        for index in range(plan.batch_count):
+        for index in range(plan.batches_left(0)):
             known = {(0, id) for ids in iterator.get_state()["replaced"] for id in ids}
             batch = next(iterator).tolist()
             known |= {(0, id) for ids in iterator.get_state()["replaced"] for id in ids}
@@ -295,7 +295,7 @@ def test_a_substitute_that_was_good_when_it_was_made_ahead(options, failures):
         pipe = made(Recovering(items, first, failures), batch_size=2, seed=seed, epochs=1)
         with pipe.iterator(**options) as iterator:
             iterator.set_state({**iterator.get_state(), "replaced": ids_of(others)})
-            for index in range(pipe.plan.batch_count):
+            for index in range(pipe.plan.batches_left(0)):
                 batch = next(iterator).tolist()
                 met = {(0, id) for ids in iterator.get_state()["replaced"] for id in ids}
                 found, _ = served(pipe.plan, range(index, index + 1), [items], met)
@@ -367,7 +367,7 @@ def test_what_a_filter_leaves_out_does_not_stand_in():
     source.bad = {3, 11, 19, 27, 35}
     found = [length for batch in pipe for length in batch["length"].tolist()]
     assert set(found) == {3, 4, 5}
-    assert len(found) == 4 * pipe.plan.batch_count
+    assert len(found) == 4 * pipe.plan.batches_left(0)
 
 
 def test_what_is_replaced_outlives_a_change_of_the_data():

@@ -24,7 +24,7 @@ def test_each_is_told_once(caplog):
         rows(pipe, prefetch=4)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(BAD)
-    order = pipe.plan.rows(range(pipe.plan.batch_count))
+    order = pipe.plan.rows(range(pipe.plan.batches_left(0)))
     for record in BAD:
         (line,) = [line for line in lines if line.startswith(f"record {record} (")]
         assert f"memory-shard-{record // 10}, record {record % 10}" in line

@@ -100,7 +100,7 @@ def case(request, tmp_path):
 def test_a_damaged_file(case):
     pipe = case.pipe()
     pairs = {(0, record) for record in case.bad}
-    found, met = served(pipe.plan, range(pipe.plan.batch_count), [COUNT], pairs)
+    found, met = served(pipe.plan, range(pipe.plan.batches_left(0)), [COUNT], pairs)
     whole = [[record for _, record in batch] for batch in found]
     iterator = pipe.iterator()
     states = [iterator.get_state()]

@@ -217,7 +217,7 @@ def test_serves_what_is_written_out_and_resumes_anywhere():
         assert [number(r) for batch in again for r in batch] == served[4 * k :]
     plan = made().plan
     for record in (0, 31, 56):
-        held = [b for b in range(plan.batch_count) if record in plan.records(b)]
+        held = [b for b in range(plan.batches_left(0)) if record in plan.records(b)]
         assert list(plan.batches(record)) == held
 
 
@@ -245,7 +245,7 @@ OPTIONS = {"batch_size": 4, "seed": 11, "shuffle": "blocks", "shuffle_window": 2
 
 def test_a_mixture_shuffles_each_source_by_its_own_blocks():
     pipe = Pipeline({"cut": Cut(40), "plain": Records(20)}, **{**OPTIONS, "epochs": 1})
-    rows = pipe.plan.rows(range(pipe.plan.batch_count))
+    rows = pipe.plan.rows(range(pipe.plan.batches_left(0)))
     cut = written_out([10] * 4, 2, 11, 0, 0)
     plain = written_out([20], 2, 11, 0, 1)
     assert rows.items[rows.sources == 0].tolist() == cut
@@ -263,7 +263,7 @@ def test_a_filter_leaves_of_each_block_what_it_keeps():
     source.blocks = np.arange(0, 51, 10)
     pipe = Pipeline(source, **{**OPTIONS, "epochs": 1}, filter=Where("score", "<", 4))
     assert blocks_of(pipe.sources["source"]).tolist() == [0, 4, 8, 12, 16, 20]
-    found = pipe.plan.records(range(pipe.plan.batch_count)).tolist()
+    found = pipe.plan.records(range(pipe.plan.batches_left(0))).tolist()
     assert found == written_out([4] * 5, 2, 11, 0, 0)
     packed = Pipeline(source, **OPTIONS, pack=Pack(6, lengths="length"))
     assert blocks_of(packed.sources["source"]).tolist() == [0, 5, 10, 15, 20, 25]
@@ -338,7 +338,7 @@ def test_each_row_group_is_decoded_once_an_epoch(parquet, monkeypatch, window, b
         source, batch_size=batch_size, seed=5, shuffle="blocks", shuffle_window=4, epochs=2
     )
     served = np.concatenate([batch["value"] for batch in pipe.iterator(window=window)])
-    assert np.array_equal(served, pipe.plan.records(range(pipe.plan.batch_count)))
+    assert np.array_equal(served, pipe.plan.records(range(pipe.plan.batches_left(0))))
     blocks = len(decoded)
     assert blocks <= 2 * 30
     decoded.clear()

@@ -185,7 +185,7 @@ def test_a_batch_counts_as_delivered_when_it_is(monkeypatch, name, error, is_bef
     pipe = Pipeline(Records(23, bad=[3, 9, 20]), batch_size=4, seed=7, epochs=1)
     pipe = replace(pipe, on_bad_record="replace").map(number, version="1")
     plain = pipe.iterator(prefetch=0)
-    wanted = [(plain.get_state(), next(plain).tolist()) for _ in range(pipe.plan.batch_count)]
+    wanted = [(plain.get_state(), next(plain).tolist()) for _ in range(pipe.plan.batches_left(0))]
     whole = getattr(Prefetcher, name)
     for at in range(12):
         calls = 0

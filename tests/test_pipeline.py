@@ -37,7 +37,7 @@ def test_serves_what_the_plan_says(count, batch_size, remainder, shuffle):
     )
     plan = pipe.plan
     served = ids_of(pipe)
-    assert len(served) == plan.batch_count
+    assert len(served) == plan.batches_left(0)
     assert served == [plan.records(index).tolist() for index in range(len(served))]
     if remainder == "keep":
         together = [record for batch in served for record in batch]

@@ -75,7 +75,7 @@ def test_a_bad_record_is_named_in_its_own_batch(says_which, options):
     pipe = Pipeline(Records(60, bad=[37], says_which=says_which), batch_size=5, seed=1, epochs=1)
     plan = pipe.plan
     (at,) = plan.batches(37)
-    example = int(np.flatnonzero(plan.records(range(plan.batch_count)) == 37)[0])
+    example = int(np.flatnonzero(plan.records(range(plan.batches_left(0))) == 37)[0])
     assert at > 2
     iterator = pipe.map(number, version="1").iterator(**options)
     for index in range(at):  # those before come, although they share a window with it
@@ -90,7 +90,7 @@ def test_a_bad_record_is_named_in_its_own_batch(says_which, options):
         assert isinstance(cause, BadRecord if says_which else RuntimeError)
     iterator.skip([(example, example + 1)])  # the cure that the message names
     rest = [record for batch in iterator for record in batch.tolist()]
-    wanted = plan.skipping([(example, example + 1)]).records(range(at, plan.batch_count))
+    wanted = plan.skipping([(example, example + 1)]).records(range(at, plan.batches_left(0)))
     assert rest == wanted.tolist()
     assert 37 not in rest
 

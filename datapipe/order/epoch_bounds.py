@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from datapipe.integers import LIMIT
-from datapipe.order.skips import LeftOut, Skips
+from datapipe.order.skips import Excluded, Skips
 from datapipe.order.streams import Stream
 
 
@@ -28,13 +28,13 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Borders:
+class EpochBounds:
     """The batches of one source, epoch by epoch. Ranks count its examples that are not skipped.
 
     Args:
       stream: the source.
       skips: ordinals of it. Only epochs that they lie in, and later ones up to the next, differ.
-      left: which of its ordinals are left out for them.
+      excluded: which of its ordinals are left out for them.
       batch_size: examples of a batch.
       short: whether an epoch ends with a short batch; else what is left over is not served.
       epochs: how many there are; None: without end.
@@ -42,7 +42,7 @@ class Borders:
 
     stream: Stream
     skips: Skips
-    left: LeftOut
+    excluded: Excluded
     batch_size: int
     short: bool
     epochs: int | None
@@ -65,7 +65,7 @@ class Borders:
 
     def rank(self, epoch: int) -> int:
         """Of the first example of an epoch, or the next one that is not skipped."""
-        return self.left.rank(min(self.stream.first_of(epoch), LIMIT))
+        return self.excluded.rank(min(self.stream.first_of(epoch), LIMIT))
 
     @property
     def last_epoch(self) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from datapipe.integers import LIMIT, integer
 from datapipe.order.block_shuffle import Blocks
-from datapipe.order.mixture import Drawn, Mixture
+from datapipe.order.mixture import Mixture
 from datapipe.order.streams import SHUFFLES, Shuffle, Stream, Stretch
 from formats.errors import Misuse
 
@@ -37,6 +37,9 @@ class Segment:
     """From example `first` on: `items[s]` of source s, of which each block holds `counts[s]`.
 
     A later segment knows at least the sources of the one before.
+
+    Raises:
+      Misuse: a number is out of range, the counts are no mixture, or not as many as the items.
     """
 
     first: int
@@ -141,23 +144,23 @@ class Examples:
         ]
         return min(end for end in ends if end is not None)
 
-    def draw(self, examples: NDArray[np.int64]) -> Drawn:
-        """Source and ordinal of each example; same shape."""
+    def draw(self, examples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and ordinal of each example; int64, same shape."""
         if len(self.segments) == 1 and self.source_count == 1:
-            return Drawn(np.zeros_like(examples), examples)
+            return np.zeros_like(examples), examples
         at = np.searchsorted(self._firsts, examples, side="right") - 1
         sources, ordinals = np.empty_like(examples), np.empty_like(examples)
         for number in np.unique(at).tolist():
             there = at == number
             segment = self.segments[number]
-            drawn = segment.mixture.draw(examples[there] - segment.first)
-            sources[there] = drawn.sources
+            drawn_from, drawn = segment.mixture.draw(examples[there] - segment.first)
+            sources[there] = drawn_from
             base = np.array(self._bases[number], np.int64)
-            ordinals[there] = drawn.ordinals + base[drawn.sources]
-        return Drawn(sources, ordinals)
+            ordinals[there] = drawn + base[drawn_from]
+        return sources, ordinals
 
     def locate(self, examples: NDArray[np.int64]) -> Located:
-        """Source, epoch of the source, and item of each example; same shape."""
+        """Source, epoch of the source, and item of each example, of any shape."""
         sources, ordinals = self.draw(examples)
         if self.source_count == 1:
             return Located(sources, *self.streams[0].place(ordinals))
@@ -168,7 +171,7 @@ class Examples:
         return Located(sources, epochs, items)
 
     def ordinals(self, example: int) -> tuple[int, ...]:
-        """Of each source: how many examples before this one come from it."""
+        """By source: how many examples before this one come from it."""
         number = int(np.searchsorted(self._firsts, example, side="right")) - 1
         return self._ordinals(number, example)
 

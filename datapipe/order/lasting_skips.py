@@ -44,8 +44,8 @@ class _Table(NamedTuple):
 
 
 @final
-class Lasting:
-    """What is left of a source: `LeftOut`, by items. Safe to call from several threads.
+class LastingSkips:
+    """What is left of a source: `Excluded`, by items. Safe to call from several threads.
 
     Args:
       stream: the source.
@@ -69,22 +69,22 @@ class Lasting:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Lasting, (self._stream, self._skips)
+        return LastingSkips, (self._stream, self._skips)
 
     def rank(self, number: int) -> int:
-        """See `LeftOut.rank`."""
+        """See `Excluded.rank`."""
         epoch, run, rank, position = self._stand(number)
         if position == 0 or run.left_out == 0:
             return rank + position
         return rank + position - int(np.searchsorted(self._table(epoch).positions, position))
 
-    def floor(self, number: int) -> int:
-        """See `LeftOut.floor`. No table is made for it."""
+    def rank_floor(self, number: int) -> int:
+        """See `Excluded.rank_floor`. No table is made for it."""
         _, run, rank, position = self._stand(number)
         return rank + max(0, position - run.left_out)
 
-    def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `LeftOut.at`."""
+    def select(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Excluded.select`."""
         epochs, firsts, each = self._columns
         index = np.searchsorted(firsts, ranks, side="right") - 1
         done, inside = np.divmod(ranks - firsts[index], np.maximum(each[index], 1))
@@ -97,7 +97,7 @@ class Lasting:
         return found
 
     def mask(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """See `LeftOut.mask`."""
+        """See `Excluded.mask`."""
         epochs, positions = self._stream.positions(numbers)
         found = np.zeros(numbers.shape, bool)
         for epoch in np.unique(epochs).tolist():
@@ -107,7 +107,7 @@ class Lasting:
         return found
 
     def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """See `LeftOut.between`."""
+        """See `Excluded.between`."""
         found = [np.zeros(0, np.int64)]
         for epoch in range(self._stream.epoch_of(start), self._stream.epoch_of(stop - 1) + 1):
             found.append(self._table(epoch).positions + self._stream.first_of(epoch))
@@ -196,9 +196,9 @@ class Lasting:
 
 
 @functools.lru_cache(maxsize=16)
-def lasting(stream: Stream, skips: Skips) -> Lasting:
+def lasting_skips(stream: Stream, skips: Skips) -> LastingSkips:
     """Kept with its tables: plans that differ in their batches have the same."""
-    return Lasting(stream, skips)
+    return LastingSkips(stream, skips)
 
 
 def _size(spans: Iterable[tuple[int, int]]) -> int:

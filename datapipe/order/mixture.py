@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +26,16 @@ _EXACT: Final = 1e-9
 _FINE: Final = 1 << 32  # places that differ do so by 1/4096^2 at least
 
 
-class Drawn(NamedTuple):
-    """From which source an example is, and how many of that source come before it; int64 each."""
-
-    sources: NDArray[np.int64]
-    ordinals: NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Mixture:
-    """How many of each block's examples come from each source; with a sum from 1 to 4,096."""
+    """How many of each block's examples come from each source.
+
+    Args:
+      counts: by source, from 0 on, with a sum from 1 to 4,096.
+
+    Raises:
+      Misuse: they are others.
+    """
 
     counts: tuple[int, ...]
 
@@ -93,11 +93,11 @@ class Mixture:
         """Examples in a block."""
         return sum(self.counts)
 
-    def draw(self, numbers: NDArray[np.int64]) -> Drawn:
-        """Where the examples of these numbers (from 0 on) come from; same shape."""
+    def draw(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and ordinal of the examples of these numbers (from 0 on); int64, same shape."""
         block, at = np.divmod(numbers, self.size)
         sources = self._sources[at]
-        return Drawn(sources, block * self._counts[sources] + self._ordinals[at])
+        return sources, block * self._counts[sources] + self._ordinals[at]
 
     def before(self, number: int) -> tuple[int, ...]:
         """How many of the first `number` examples are of each source."""

@@ -130,7 +130,7 @@ class Permutation:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Identity:
     """[0, n) as it stands: the order of what is not shuffled."""
 
     n: int

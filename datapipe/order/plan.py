@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.integers import LIMIT, integer
-from datapipe.order.epoch_bounds import Borders
+from datapipe.order.epoch_bounds import EpochBounds
 from datapipe.order.examples import Examples, Located
-from datapipe.order.lasting_skips import lasting
+from datapipe.order.lasting_skips import lasting_skips
 from datapipe.order.ranks import Ranks
-from datapipe.order.skips import LeftOut, Skips
+from datapipe.order.skips import Excluded, Skips
 from datapipe.order.streams import Shuffle
 from formats.errors import Misuse
 
@@ -41,7 +41,7 @@ REMAINDERS: Final[tuple[Remainder, ...]] = ("carry", "keep", "drop")
 
 
 class BatchPlan(NamedTuple):
-    """What one batch holds."""
+    """What one batch holds; int64[rows] each of the arrays."""
 
     batch: int  # counted from example 0 under the skips of the plan
     examples: tuple[tuple[int, int], ...]  # half-open ranges
@@ -101,14 +101,9 @@ class Plan:
             raise Misuse(f"skips of {len(self.skips)} sources, here are {sources}")
         missing = (Skips(),) * (sources - len(self.skips))
         object.__setattr__(self, "skips", (*self.skips, *missing))
-        self._left  # noqa: B018  (refuses what is too much)
+        self._excluded  # noqa: B018  (refuses what is too much)
 
     # -- the whole plan ------------------------------------------------------------------------
-
-    @property
-    def batch_count(self) -> int | None:
-        """Batches from example 0 to the end; None: without end."""
-        return self.batches_left(0)
 
     @property
     def end(self) -> int:
@@ -145,25 +140,31 @@ class Plan:
         """The ranges of the sources there are: others may come in later."""
         return [each for each in _each(addresses) if _parted(each)[0] < self.order.source_count]
 
-    def unskipped(self) -> Plan:
-        """This plan with nothing skipped."""
-        return replace(self, skips=())
-
     # -- forwards ------------------------------------------------------------------------------
 
     def batches_left(self, next_example: int) -> int | None:
-        """How many batches follow a position; None: without end."""
+        """How many batches follow a position; None: without end.
+
+        Raises:
+          Misuse: no position of this plan.
+        """
         if self.order.epochs is None:
             self._position(next_example)
             return None
         return self._batches_after(next_example)
 
     def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
-        """The examples of each of the next batches, in order; fewer batches at the end."""
+        """The examples of each of the next batches, in order; fewer batches at the end.
+
+        int64[batch_size] each, ascending; shorter where `remainder` is "keep".
+
+        Raises:
+          Misuse: no position of this plan.
+        """
         bounds = self._bounds(next_example, 0, batches)
         found: list[NDArray[np.int64]] = []
         for first, last in _united(bounds):  # one batch behind the other: all at once
-            whole = self._ranks.between(first, last)
+            whole = self._ranks.examples(first, last)
             found += [whole[a - first : b - first] for a, b in bounds if first <= a < last]
         return found
 
@@ -171,6 +172,9 @@ class Plan:
         """The position after that many batches: one past the last example they hold.
 
         At the end of the last epoch it stays behind the last batch.
+
+        Raises:
+          Misuse: no position of this plan, or no number of batches.
         """
         integer("batches", batches, 0, LIMIT)
         if batches == 0:
@@ -179,35 +183,41 @@ class Plan:
         if batches == 0:
             return next_example
         ((_, stop),) = self._bounds(next_example, batches - 1, batches)
-        return self._ranks.at(stop - 1) + 1
+        return self._ranks.select(stop - 1) + 1
 
     def locate(self, examples: NDArray[np.int64]) -> Located:
-        """Source, epoch and item of each example; same shape."""
+        """Source, epoch and item of each example, of any shape; examples are not checked."""
         return self.order.locate(examples)
 
     def records(self, batches: int | range) -> NDArray[np.int64]:
-        """The record numbers that batches hold, counted from example 0, row by row.
+        """The record numbers that batches hold, counted from example 0, row by row; int64[rows].
 
         Batches beyond the end hold nothing. Which source a number belongs to say the `rows`.
+
+        Raises:
+          Misuse: a range with steps, or a batch below 0.
         """
         return self.rows(batches).items
 
     def rows(self, batches: int | range) -> Located:
-        """Source, epoch and item of each row of these batches."""
+        """Source, epoch and item of each row of these batches; see `records`."""
         first, stop = _batch_range(batches)
-        rows = [self._ranks.between(*ranks) for ranks in self._bounds(0, first, stop)]
+        rows = [self._ranks.examples(*ranks) for ranks in self._bounds(0, first, stop)]
         return self.locate(np.concatenate([np.zeros(0, np.int64), *rows]))
 
     def span(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The examples held by batches first..stop-1, counted from a position.
 
         As half-open ranges, sorted, skipped examples left out.
+
+        Raises:
+          Misuse: no position of this plan, or `stop` is below `first`.
         """
         integer("first", first, 0, LIMIT)
         integer("stop", stop, first, LIMIT)
         found: list[tuple[int, int]] = []
         for start_rank, stop_rank in self._stretches(next_example, first, stop):
-            found += self._ranks.cut(start_rank, stop_rank)
+            found += self._ranks.ranges(start_rank, stop_rank)
         return found
 
     def addresses(self, examples: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -222,13 +232,17 @@ class Plan:
         return found
 
     def describe(self, batch: int, count: int = 1) -> tuple[BatchPlan, ...]:
-        """What `count` batches from `batch` on hold, without reading data; fewer at the end."""
+        """What `count` batches from `batch` on hold, without reading data; fewer at the end.
+
+        Raises:
+          Misuse: a number is below 0.
+        """
         integer("batch", batch, 0, LIMIT)
         integer("count", count, 0, LIMIT)
         found: list[BatchPlan] = []
         for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
-            located = self.locate(self._ranks.between(*ranks))
-            found.append(BatchPlan(index, tuple(self._ranks.cut(*ranks)), *located))
+            located = self.locate(self._ranks.examples(*ranks))
+            found.append(BatchPlan(index, tuple(self._ranks.ranges(*ranks)), *located))
         return tuple(found)
 
     # -- backwards -----------------------------------------------------------------------------
@@ -260,7 +274,7 @@ class Plan:
             example = self.order.example(source, ordinal)
             if example is None or example >= self.end:
                 continue
-            if self._left[source].mask(np.array([ordinal], np.int64))[0]:
+            if self._excluded[source].mask(np.array([ordinal], np.int64))[0]:
                 continue
             batch = self._batch_of(example)
             if batch is not None:
@@ -270,41 +284,45 @@ class Plan:
     # -- batches as ranks ------------------------------------------------------------------------
 
     @cached_property
-    def _left(self) -> tuple[LeftOut, ...]:
+    def _excluded(self) -> tuple[Excluded, ...]:
         """By source."""
         if not self.skip_records:
             return self.skips
         pairs = zip(self.order.streams, self.skips, strict=True)
-        return tuple(lasting(stream, skips) if skips.ranges else skips for stream, skips in pairs)
+        return tuple(
+            lasting_skips(stream, skips) if skips.ranges else skips for stream, skips in pairs
+        )
 
     @cached_property
     def _ranks(self) -> Ranks:
-        return Ranks(self.order, self._left)
+        return Ranks(self.order, self._excluded)
 
     @cached_property
-    def _borders(self) -> Borders | None:
+    def _by_epoch(self) -> EpochBounds | None:
         """None where batches run over the borders of epochs."""
         if self.remainder == "carry":
             return None
         short = self.remainder == "keep"
-        (stream,), (skips,), (left,) = self.order.streams, self.skips, self._left
-        return Borders(stream, skips, left, self.batch_size, short, self.order.epochs)
+        (stream,), (skips,), (excluded,) = self.order.streams, self.skips, self._excluded
+        return EpochBounds(stream, skips, excluded, self.batch_size, short, self.order.epochs)
 
     def _position(self, next_example: int) -> None:
         integer("an example", next_example, 0, self.end)
 
     def _batches_after(self, next_example: int) -> int:
         self._position(next_example)
-        if self._borders is None:
+        if self._by_epoch is None:
             return (self._ranks.rank(self.end) - self._ranks.rank(next_example)) // self.batch_size
         if next_example == self.end:
             return 0
-        epoch, rest = self._rest(self._borders, next_example)
-        return rest + self._borders.before(self._borders.last_epoch) - self._borders.before(epoch)
+        epoch, rest = self._rest(self._by_epoch, next_example)
+        return (
+            rest + self._by_epoch.before(self._by_epoch.last_epoch) - self._by_epoch.before(epoch)
+        )
 
     def _at_most(self, next_example: int, wanted: int) -> int:
         """So many batches, or as many as there are after a position."""
-        if self._borders is None:
+        if self._by_epoch is None:
             self._position(next_example)
             # Far from the end it need not be known how much is left out until there.
             needed = self._ranks.rank(next_example) + wanted * self.batch_size
@@ -315,51 +333,53 @@ class Plan:
     @cached_property
     def _floor(self) -> int:
         """There are so many examples that are left, or more."""
-        return self._ranks.floor(self.end)
+        return self._ranks.rank_floor(self.end)
 
     def _bounds(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The ranks of batches first..stop-1 after a position, cut at the end of the plan."""
         stop = self._at_most(next_example, stop)
         first = min(first, stop)
         base, size = self._ranks.rank(next_example), self.batch_size
-        if self._borders is None:
+        if self._by_epoch is None:
             return [(base + i * size, base + (i + 1) * size) for i in range(first, stop)]
-        return [self._bound(self._borders, next_example, base, i) for i in range(first, stop)]
+        return [self._bound(self._by_epoch, next_example, base, i) for i in range(first, stop)]
 
     def _stretches(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The same as few ranges: a batch that follows another one stands in one with it."""
-        if self._borders is not None:
+        if self._by_epoch is not None:
             return _united(self._bounds(next_example, first, stop))
         stop = self._at_most(next_example, stop)
         base, size = self._ranks.rank(next_example), self.batch_size
         return [(base + min(first, stop) * size, base + stop * size)]
 
-    def _bound(self, borders: Borders, next_example: int, base: int, batch: int) -> tuple[int, int]:
-        epoch, rest = self._rest(borders, next_example)
+    def _bound(
+        self, by_epoch: EpochBounds, next_example: int, base: int, batch: int
+    ) -> tuple[int, int]:
+        epoch, rest = self._rest(by_epoch, next_example)
         if batch < rest:
             start = base + batch * self.batch_size
         else:
-            batch += borders.before(epoch) - rest
-            epoch = borders.epoch_of(batch) + 1
-            start = borders.rank(epoch - 1)
-            start += (batch - borders.before(epoch - 1)) * self.batch_size
-        return start, min(start + self.batch_size, borders.rank(epoch))
+            batch += by_epoch.before(epoch) - rest
+            epoch = by_epoch.epoch_of(batch) + 1
+            start = by_epoch.rank(epoch - 1)
+            start += (batch - by_epoch.before(epoch - 1)) * self.batch_size
+        return start, min(start + self.batch_size, by_epoch.rank(epoch))
 
-    def _rest(self, borders: Borders, next_example: int) -> tuple[int, int]:
+    def _rest(self, by_epoch: EpochBounds, next_example: int) -> tuple[int, int]:
         """The epoch behind that of a position, and the batches that are left before it."""
-        epoch = borders.stream.epoch_of(next_example) + 1
-        return epoch, borders.batches(borders.rank(epoch) - self._ranks.rank(next_example))
+        epoch = by_epoch.stream.epoch_of(next_example) + 1
+        return epoch, by_epoch.batches(by_epoch.rank(epoch) - self._ranks.rank(next_example))
 
     def _batch_of(self, example: int) -> int | None:
         """The batch that holds an example which is not skipped; None: it is left over."""
-        rank, borders = self._ranks.rank(example), self._borders
-        if borders is None:
+        rank, by_epoch = self._ranks.rank(example), self._by_epoch
+        if by_epoch is None:
             batch = rank // self.batch_size
             return batch if batch < self._at_most(0, batch + 1) else None
-        epoch = borders.stream.epoch_of(example)
-        inside = (rank - borders.rank(epoch)) // self.batch_size
-        batch = borders.before(epoch) + inside
-        return batch if batch < borders.before(epoch + 1) else None
+        epoch = by_epoch.stream.epoch_of(example)
+        inside = (rank - by_epoch.rank(epoch)) // self.batch_size
+        batch = by_epoch.before(epoch) + inside
+        return batch if batch < by_epoch.before(epoch + 1) else None
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

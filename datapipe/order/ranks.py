@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.order.examples import Examples
-from datapipe.order.skips import LeftOut
+from datapipe.order.skips import Excluded
 
 _SPARSE: Final = 4  # examples looked at for each one that is served
 
@@ -25,28 +25,32 @@ class Ranks:
 
     Args:
       order: all examples.
-      left: by source, which of its ordinals are left out.
+      excluded: by source, which of its ordinals are left out.
     """
 
     order: Examples
-    left: tuple[LeftOut, ...]
+    excluded: tuple[Excluded, ...]
 
     def rank(self, example: int) -> int:
         """How many examples before this one are not left out."""
         if self._is_single:
-            return self.left[0].rank(example)
+            return self.excluded[0].rank(example)
         ordinals = self.order.ordinals(example)
-        return sum(left.rank(ordinal) for left, ordinal in zip(self.left, ordinals, strict=True))
+        return sum(
+            each.rank(ordinal) for each, ordinal in zip(self.excluded, ordinals, strict=True)
+        )
 
-    def floor(self, example: int) -> int:
+    def rank_floor(self, example: int) -> int:
         """A lower bound of `rank`, from what is at hand."""
         ordinals = self.order.ordinals(example)
-        return sum(left.floor(ordinal) for left, ordinal in zip(self.left, ordinals, strict=True))
+        return sum(
+            each.rank_floor(ordinal) for each, ordinal in zip(self.excluded, ordinals, strict=True)
+        )
 
-    def at(self, rank: int) -> int:
+    def select(self, rank: int) -> int:
         """The example of a rank, of which there is one."""
         if self._is_single:
-            return int(self.left[0].at(np.array([rank], np.int64))[0])
+            return int(self.excluded[0].select(np.array([rank], np.int64))[0])
         # Up to and with the example there are rank + 1. As each example counts for one at most,
         # what is missing at a place, or too much there, bounds the way to go from it.
         low, high, stride = rank, self.order.end - 1, 0
@@ -66,21 +70,21 @@ class Ranks:
                 low = middle + missing
         return low
 
-    def between(self, first_rank: int, stop_rank: int) -> NDArray[np.int64]:
+    def examples(self, first_rank: int, stop_rank: int) -> NDArray[np.int64]:
         """The examples of these ranks, ascending."""
         if self._is_single:
-            return self.left[0].at(np.arange(first_rank, stop_rank, dtype=np.int64))
-        ranges = self.cut(first_rank, stop_rank)
+            return self.excluded[0].select(np.arange(first_rank, stop_rank, dtype=np.int64))
+        ranges = self.ranges(first_rank, stop_rank)
         rows = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
         return np.concatenate([np.zeros(0, np.int64), *rows])
 
-    def cut(self, first_rank: int, stop_rank: int) -> list[tuple[int, int]]:
+    def ranges(self, first_rank: int, stop_rank: int) -> list[tuple[int, int]]:
         """The examples of these ranks as ranges: what is left out are the gaps."""
         if first_rank == stop_rank:
             return []
-        start, stop = self.at(first_rank), self.at(stop_rank - 1) + 1
+        start, stop = self.select(first_rank), self.select(stop_rank - 1) + 1
         if self._is_single:
-            gaps = self.left[0].between(start, stop)
+            gaps = self.excluded[0].between(start, stop)
             edges = [start, *itertools.chain.from_iterable(gaps), stop]
             return list(zip(edges[::2], edges[1::2], strict=True))
         count = stop_rank - first_rank
@@ -89,7 +93,7 @@ class Ranks:
         if stop - start > _SPARSE * count + 1024:  # too far apart to look at each one
             half = (first_rank + stop_rank) // 2
             if half > first_rank:
-                return [*self.cut(first_rank, half), *self.cut(half, stop_rank)]
+                return [*self.ranges(first_rank, half), *self.ranges(half, stop_rank)]
         return self._looked_at(start, stop)
 
     def _looked_at(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -97,9 +101,9 @@ class Ranks:
         examples = np.arange(start, stop, dtype=np.int64)
         sources, ordinals = self.order.draw(examples)
         left_out = np.empty(examples.shape, bool)
-        for source, left in enumerate(self.left):
+        for source, each in enumerate(self.excluded):
             there = sources == source
-            left_out[there] = left.mask(ordinals[there])
+            left_out[there] = each.mask(ordinals[there])
         served = np.concatenate([[False], ~left_out, [False]])
         edges = start + np.flatnonzero(served[1:] != served[:-1])
         return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

@@ -14,18 +14,18 @@ from datapipe.integers import LIMIT, integer
 from formats.errors import Misuse
 
 
-class LeftOut(Protocol):
+class Excluded(Protocol):
     """A set of the numbers from 0 on, and arithmetic on what is left. A number is below 2^62."""
 
     def rank(self, number: int) -> int:
         """How many numbers in [0, number) are left."""
         ...
 
-    def floor(self, number: int) -> int:
+    def rank_floor(self, number: int) -> int:
         """A lower bound of `rank`, from what is at hand."""
         ...
 
-    def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def select(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers that have these ranks: the inverse of `rank`; int64, same shape."""
         ...
 
@@ -43,7 +43,7 @@ class LeftOut(Protocol):
 
 @dataclass(frozen=True)
 class Skips:
-    """A set of numbers as sorted, disjoint, non-adjacent half-open ranges; `LeftOut`.
+    """A set of numbers as sorted, disjoint, non-adjacent half-open ranges; `Excluded`.
 
     Build it with `Skips.of`, which takes ranges in any order and unites them.
     """
@@ -71,7 +71,7 @@ class Skips:
         return Skips(tuple(merged))
 
     def rank(self, number: int) -> int:
-        """See `LeftOut.rank`."""
+        """See `Excluded.rank`."""
         if not self.ranges:
             return number
         index = int(np.searchsorted(self._starts, number, side="right"))
@@ -80,24 +80,24 @@ class Skips:
         start, stop = self.ranges[index - 1]
         return number - int(self._before[index - 1]) - (min(stop, number) - start)
 
-    def floor(self, number: int) -> int:
-        """See `LeftOut.floor`: the rank itself."""
+    def rank_floor(self, number: int) -> int:
+        """See `Excluded.rank_floor`: the rank itself."""
         return self.rank(number)
 
-    def at(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `LeftOut.at`."""
+    def select(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Excluded.select`."""
         if not self.ranges:
             return ranks
         index = np.searchsorted(self._start_ranks, ranks, side="right")
         return ranks + self._before[index]
 
     def mask(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """See `LeftOut.mask`."""
+        """See `Excluded.mask`."""
         index = np.searchsorted(self._starts, numbers, side="right")
         return numbers < self._stops_from_nothing[index]
 
     def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """See `LeftOut.between`."""
+        """See `Excluded.between`."""
         first, last = np.searchsorted(self._starts, [start, stop], side="left")
         return self.ranges[first:last]
 

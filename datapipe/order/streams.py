@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from datapipe.integers import LIMIT
 from datapipe.order.block_shuffle import Blocks
 from datapipe.order.grain_order import GrainOrder
-from datapipe.order.permute import Order, Permutation, Stored
+from datapipe.order.permute import Identity, Order, Permutation
 from formats.errors import Misuse
 
 Shuffle = Literal["global", "blocks", "grain", "none"]
@@ -29,13 +29,6 @@ _BLOCK: Final = 1 << 15  # positions that are worked out together: few at a time
 _AHEAD: Final = 16  # at most so many for each one that is asked for, so that a seek stays fast
 _FEW: Final = 32
 _SPARSE: Final = 4  # positions of a stretch for each one that is asked for
-
-
-class Placed(NamedTuple):
-    """Which items examples are, and in which epoch of their source; int64, of one shape."""
-
-    epochs: NDArray[np.int64]
-    items: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -105,18 +98,18 @@ class Stream:
             )
         return end
 
-    def place(self, ordinals: NDArray[np.int64]) -> Placed:
-        """Epoch and item of each ordinal; same shape."""
+    def place(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Epoch and item of each ordinal; int64, same shape."""
         epochs, positions = self.positions(ordinals)
         if self.shuffle == "none" or not epochs.size:
-            return Placed(epochs, positions)
+            return epochs, positions
         if epochs.min() == epochs.max():
-            return Placed(epochs, self._items(int(epochs.flat[0]), positions))
+            return epochs, self._items(int(epochs.flat[0]), positions)
         items = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             there = epochs == epoch
             items[there] = self._items(epoch, positions[there])
-        return Placed(epochs, items)
+        return epochs, items
 
     def _items(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The items at positions of an epoch, of which there is one at least."""
@@ -131,19 +124,23 @@ class Stream:
         items = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return items[positions - numbers.start * block]
 
-    def positions(self, ordinals: NDArray[np.int64]) -> Placed:
-        """Epoch of each ordinal, and its place in it (as `items`: that of the stored order)."""
+    def positions(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Epoch of each ordinal, and its position in it; int64, same shape."""
         if len(self.stretches) == 1:
-            return Placed(*np.divmod(ordinals, self.stretches[0].items))
+            return np.divmod(ordinals, self.stretches[0].items)
         firsts, epochs, items = np.array(
             [(s.first, s.epoch, s.items) for s in self.stretches], np.int64
         ).T
         at = np.searchsorted(firsts, ordinals, side="right") - 1
         done, positions = np.divmod(ordinals - firsts[at], items[at])
-        return Placed(epochs[at] + done, positions)
+        return epochs[at] + done, positions
 
     def order_of(self, epoch: int) -> Order:
-        """Of the items of an epoch."""
+        """The order of the items of an epoch.
+
+        Raises:
+          Misuse: `Orders` has none.
+        """
         items = self._of_epoch(epoch).items
         return Orders(self.shuffle, items, self.seed, self.number, self.blocks)(epoch)
 
@@ -179,6 +176,9 @@ class Orders:
     """The order of the items of one source in each epoch: call it with the epoch.
 
     `blocks` is for shuffle="blocks", of `items` or more: those behind have come in later.
+
+    Raises, when called:
+      Misuse: there are no such blocks; or Grain's order of so many items is no bijection.
     """
 
     shuffle: Shuffle
@@ -194,7 +194,7 @@ class Orders:
 
     def __call__(self, epoch: int) -> Order:
         if self.shuffle == "none":
-            return Stored(self.items)
+            return Identity(self.items)
         if self.shuffle == "blocks":
             if self.blocks is None:
                 raise Misuse("shuffle='blocks' needs the blocks of the source")
