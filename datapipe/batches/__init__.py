@@ -2,5 +2,5 @@
 
 `rows` say what a batch holds; `window` reads several batches at once (`reading`), `batch` makes
 each (`transforms`, `returned`, `stack`). Bad records are told (`faults`) or others stand in
-(`replacing`, `substitutes`).
+(`replacing`, `substitutes`); `cost` says what making it took.
 """

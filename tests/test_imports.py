@@ -1,0 +1,75 @@
+"""Imports go downward: between the packages, and between the layers of `datapipe`.
+
+Those within functions and those for type checkers count, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BELOW = {
+    "formats": set(),
+    "datapipe": {"formats"},
+    "ckpt": {"formats"},
+    "tools": {"formats", "datapipe", "ckpt"},
+}
+LAYERS = ["checks of arguments", "order", "sources", "batches", "prefetch", "top", "conformance"]
+CHECKS = {"integers", "texts"}
+UPWARD = {
+    # Which errors are those of a record is said once, beside what becomes of them.
+    ("datapipe.sources.grain_source", "datapipe.batches.faults"),
+}
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The names of modules; of `from package import name` both are one, or may be."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert node.level == 0, f"{path}: a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer(module: str) -> int:
+    first = [*module.split("."), "top"][1]
+    if first in CHECKS:
+        return 0
+    return LAYERS.index(first) if first in LAYERS else LAYERS.index("top")
+
+
+def is_module(name: str) -> bool:
+    place = ROOT.joinpath(*name.split("."))
+    return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_packages_import_those_below(package: str) -> None:
+    for path in modules(package):
+        found = {module.split(".")[0] for module in imported(path)} & BELOW.keys()
+        assert found <= BELOW[package] | {package}, path
+
+
+def test_the_layers_of_the_data_import_those_below() -> None:
+    upward = set()
+    for path in modules("datapipe"):
+        name = name_of(path)
+        for module in filter(is_module, imported(path)):
+            if module.split(".")[0] == "datapipe" and layer(module) > layer(name):
+                upward.add((name, module))
+    assert upward == UPWARD
