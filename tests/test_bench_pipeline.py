@@ -86,3 +86,12 @@ def test_peers_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 2
     assert ".[peers]" in done.output
     assert CliRunner().invoke(app, ["pipeline", "--case", "what"]).exit_code == 2
+
+
+def test_a_peer_that_is_not_there_is_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    case = pipeline.case_of("records", tmp_path, 0.001, peers=True)
+    assert "MosaicML streaming is not installed" in case.about
+    assert "streaming" not in {side.name for side in case.sides}

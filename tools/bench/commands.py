@@ -176,7 +176,9 @@ def pipeline(
         typer.Option(help=f"One of {', '.join(_PIPELINES)}; may be given again."),
     ] = None,
     pairs: Annotated[int, typer.Option(min=1)] = 5,
-    peers: Annotated[bool, typer.Option("--peers", help="Hugging Face datasets, too.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Hugging Face datasets and MosaicML streaming, too.")
+    ] = False,
     scale: Annotated[float, typer.Option(min=1e-4, help="Of records and batches.")] = 1.0,
     as_json: AsJson = False,
     directory: Directory = None,

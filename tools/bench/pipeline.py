@@ -6,6 +6,7 @@ work whoever has more threads gets more of it, and only the latter can be compar
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,15 +107,21 @@ def _records(directory: Path, records: int, batches: int, peers: bool) -> Case:
     source = formats.open_source(directory / "*.array_record")
     pipe = Pipeline(source, batch_size=BATCH_SIZE, seed=sides.SEED)
     few = grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)
-    found = (
+    found = [
         sides.ours(OURS, pipe),
         sides.of_grain("grain", directory, BATCH_SIZE),
         sides.of_grain("grain, 2 threads", directory, BATCH_SIZE, few),
         sides.bare_records("array_record, a read a batch", directory, BATCH_SIZE),
         sides.reads("our source, a read a batch", source, BATCH_SIZE),
-    )
+    ]
     about = f"ArrayRecord, {len(source):,} records of 1 KiB in {sides.FILES} files"
-    return Case("records", about, BATCH_SIZE, found, batches, pipe)
+    if peers and importlib.util.find_spec("streaming") is not None:
+        shards = directory / "shards"
+        sides.write_shards(shards, records)
+        found.append(sides.of_streaming("streaming", shards, BATCH_SIZE))
+    elif peers:
+        about += "; MosaicML streaming is not installed"
+    return Case("records", about, BATCH_SIZE, tuple(found), batches, pipe)
 
 
 def _rows(directory: Path, records: int, batches: int, peers: bool) -> Case:

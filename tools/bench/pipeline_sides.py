@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +158,32 @@ def of_datasets(name: str, path: Path, batch_size: int, form: str | None) -> Sid
     return Side(name, opened, part=0.25)
 
 
+def of_streaming(name: str, directory: Path, batch_size: int) -> Side:
+    """MosaicML streaming on shards of its own that are all there, in an order of all records."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Next]:
+        data = StreamingDataset(
+            local=str(directory),
+            shuffle=True,
+            shuffle_algo="naive",
+            shuffle_seed=SEED,
+            batch_size=batch_size,
+        )
+        loader = DataLoader(data, batch_size, collate_fn=list, drop_last=True)
+
+        def batches() -> Generator[Any]:
+            while True:
+                yield from loader
+
+        with contextlib.closing(batches()) as found:
+            yield found.__next__
+
+    return Side(name, opened, part=0.1)
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -171,6 +197,16 @@ def write_records(directory: Path, records: int) -> None:
             directory / f"{number:05}.array_record",
             (raw[at : at + RECORD_BYTES] for at in range(0, len(raw), RECORD_BYTES)),
         )
+
+
+def write_shards(directory: Path, records: int) -> None:
+    """The same records as `write_records` in the format of MosaicML streaming."""
+    from streaming import MDSWriter
+
+    generator = np.random.Generator(np.random.SFC64(SEED))
+    with MDSWriter(out=str(directory), columns={"data": "bytes"}) as writer:
+        for _ in range(records):
+            writer.write({"data": generator.bytes(RECORD_BYTES)})
 
 
 def write_rows(path: Path, rows: int) -> None:

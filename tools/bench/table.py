@@ -28,6 +28,7 @@ _PACKAGES = (
     "array_record",
     "pyarrow",
     "datasets",
+    "mosaicml-streaming",
 )
 
 
