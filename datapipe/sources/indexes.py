@@ -17,7 +17,7 @@ from datapipe.integers import LIMIT, integer
 from datapipe.order.permute import fresh_indices
 from datapipe.sources import sidecar
 from datapipe.sources.origin import Origin
-from datapipe.sources.sidecar import Sidecar
+from datapipe.sources.sidecar import Sidecar, Stored
 from formats.errors import Damaged, Misuse
 from formats.files import Pattern
 from formats.source import json_digest
@@ -37,14 +37,16 @@ class Kept:
     """The records that a filter keeps; item k of the filtered source is the k-th of them.
 
     Build it with `Kept.of_mask`, `Kept.of_ids` or `Kept.load`. It holds 8 bytes for each record
-    that is kept.
+    that is kept; those of a loaded one are the pages of its file, also in other processes.
 
     ids: int64[k], ascending, read-only.
     records: how many the source has.
+    stored: the file that has it.
     """
 
     ids: NDArray[np.int64]
     records: int
+    stored: Stored | None = None
 
     @staticmethod
     def of_mask(mask: ArrayLike) -> Kept:
@@ -70,8 +72,7 @@ class Kept:
         """
         records = integer("records", records, 0, LIMIT)
         found = fresh_indices(ids, records)
-        if found.ndim != 1 or not (found[1:] > found[:-1]).all():
-            raise Misuse("the numbers of kept records must be one list, strictly ascending")
+        _check_ids(found, records)
         found.flags.writeable = False
         return Kept(found, records)
 
@@ -115,21 +116,42 @@ class Kept:
         ids = _only_array(index, "ids", path)
         records = sidecar.number(index.about, "records", path, len(source), len(source))
         try:
-            return Kept.of_ids(ids, records)
+            _check_ids(ids, records)
         except Misuse as error:
             raise Damaged(f"{os.fspath(path)}: {error}; build it again") from error
+        return Kept(ids, records, index.stored)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.stored is None:
+            return Kept, (self.ids, self.records)
+        return _kept_of, (self.stored, self.records)
+
+
+def _kept_of(stored: Stored, records: int) -> Kept:
+    return Kept(sidecar.reopened(stored).arrays["ids"], records, stored)
+
+
+def _check_ids(ids: NDArray[np.integer[Any]], records: int) -> None:
+    """See `Kept.of_ids`."""
+    if ids.ndim != 1 or ids.dtype != np.int64 or not (ids[1:] > ids[:-1]).all():
+        raise Misuse("the numbers of kept records must be one list of int64, strictly ascending")
+    for end in ids[:1].tolist() + ids[-1:].tolist():
+        if not 0 <= end < records:
+            raise Misuse(f"the number {end} of a kept record is outside [0, {records})")
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """Tokens of each document of a source.
 
-    Build it with `Lengths.of` or `Lengths.load`.
+    Build it with `Lengths.of` or `Lengths.load`; loaded ones are the pages of their file.
 
     tokens: int[n], read-only; int32 where that is enough.
+    stored: the file that has them.
     """
 
     tokens: NDArray[np.integer[Any]]
+    stored: Stored | None = None
 
     @staticmethod
     def of(tokens: ArrayLike) -> Lengths:
@@ -139,16 +161,7 @@ class Lengths:
           Misuse: they are not, one is below 0, or they are 2^61 tokens or more together.
         """
         given = np.asarray(tokens)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise Misuse(
-                f"lengths are one integer for each document, found {given.dtype} of shape "
-                f"{list(given.shape)}"
-            )
-        if given.size and given.min() < 0:
-            bad = int(np.flatnonzero(given < 0)[0])
-            raise Misuse(f"document {bad} has a length of {given[bad]}")
-        if given.sum(dtype=np.float64) >= _TOTAL_LIMIT:
-            raise Misuse("the documents have 2^61 tokens or more")
+        _check_lengths(given)
         fits = not given.size or given.max() <= np.iinfo(np.int32).max
         found: NDArray[np.integer[Any]] = given.astype(np.int32 if fits else np.int64)
         found.flags.writeable = False
@@ -185,9 +198,33 @@ class Lengths:
                 f"{os.fspath(path)}: wanted {records} lengths, found {tokens.size}; build it again"
             )
         try:
-            return Lengths.of(tokens)
+            _check_lengths(tokens)
         except Misuse as error:
             raise Damaged(f"{os.fspath(path)}: {error}; build it again") from error
+        return Lengths(tokens, index.stored)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.stored is None:
+            return Lengths, (self.tokens,)
+        return _lengths_of, (self.stored,)
+
+
+def _lengths_of(stored: Stored) -> Lengths:
+    return Lengths(sidecar.reopened(stored).arrays["tokens"], stored)
+
+
+def _check_lengths(given: NDArray[Any]) -> None:
+    """See `Lengths.of`."""
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise Misuse(
+            f"lengths are one integer for each document, found {given.dtype} of shape "
+            f"{list(given.shape)}"
+        )
+    if given.size and given.min() < 0:
+        bad = int(np.flatnonzero(given < 0)[0])
+        raise Misuse(f"document {bad} has a length of {given[bad]}")
+    if given.sum(dtype=np.float64) >= _TOTAL_LIMIT:
+        raise Misuse("the documents have 2^61 tokens or more")
 
 
 def _only_array(index: Sidecar, name: str, path: Pattern) -> NDArray[Any]:

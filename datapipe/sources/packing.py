@@ -22,7 +22,7 @@ from datapipe.sources import sidecar
 from datapipe.sources.fitting import STRATEGIES, Strategy, openers
 from datapipe.sources.indexes import Lengths
 from datapipe.sources.pieces import Pieces, checked_capacity, ranges
-from datapipe.sources.sidecar import Sidecar
+from datapipe.sources.sidecar import Sidecar, Stored
 from formats.errors import Damaged, Mismatch, Misuse
 from formats.files import Pattern
 from formats.source import json_digest
@@ -78,12 +78,14 @@ class Packed:
 class Bins:
     """Which pieces of which documents each bin holds.
 
-    Build it with `pack` or `Bins.load`. It holds 20 bytes a piece and 8 a bin; another 8 a piece
-    from the first question backwards on.
+    Build it with `pack` or `Bins.load`. It holds 20 bytes a piece and 8 a bin; of loaded ones they
+    are the pages of their file, also in other processes. Another 8 a piece from the first question
+    backwards on.
 
     made: what decided them.
     bounds: int64[bins + 1]: bin b holds the pieces from bounds[b] to below bounds[b + 1].
     records, starts: int64[pieces], lengths: int32[pieces]; see `Pieces`.
+    stored: the file that has them.
     """
 
     made: Packed
@@ -91,6 +93,7 @@ class Bins:
     records: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int32]
+    stored: Stored | None = None
 
     def __len__(self) -> int:
         """Number of bins."""
@@ -177,10 +180,19 @@ class Bins:
             )
         dtypes = {name: array.dtype.name for name, array in index.arrays.items()}
         fault = f"its arrays are {dtypes}, wanted {_DTYPES}" if dtypes != _DTYPES else ""
-        bins = None if fault else Bins(made, **index.arrays)
+        bins = None if fault else Bins(made, **index.arrays, stored=index.stored)
         if bins is None or (fault := _fault(bins, lengths)):
             raise Damaged(f"{os.fspath(path)}: {fault}; remove it, so that it is built again")
         return bins
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.stored is None:
+            return Bins, (self.made, self.bounds, self.records, self.starts, self.lengths)
+        return _bins_of, (self.stored, self.made)
+
+
+def _bins_of(stored: Stored, made: Packed) -> Bins:
+    return Bins(made, **sidecar.reopened(stored).arrays, stored=stored)
 
 
 _DTYPES: Final = {"bounds": "int64", "records": "int64", "starts": "int64", "lengths": "int32"}

@@ -10,23 +10,25 @@ The header is an object with
     arrays          of each array its `name`, `dtype` and `count`
     digest          hex xxh3-128 over the canonical JSON of the rest of the header and the arrays
 
-Sizes are held against the size of the file before anything of that size is allocated.
+Sizes are held against the size of the file. Arrays that are read are the pages of the file, which
+all processes share and the system may take back: an index is replaced, never written into.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from formats.errors import Damaged, Mismatch, Misuse
+from formats.errors import Damaged, Mismatch, Misuse, NotFound
 from formats.files import Pattern, naming, replacing
 from formats.source import canonical_json
 
@@ -37,14 +39,28 @@ _DTYPES: Final = {"int32": "<i4", "int64": "<i8"}
 _FIELDS: Final = {"kind", "version", "about", "arrays", "digest"}
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Where an index lies that was read: for other processes, instead of its arrays."""
+
+    path: str
+    kind: str
+    version: int
+    digest: str
+
+
 @dataclass(frozen=True, eq=False)
 class Sidecar:
-    """One index: `arrays` of one dimension by name, int32 or int64; `about` texts and numbers."""
+    """One index: `arrays` of one dimension by name, int32 or int64; `about` texts and numbers.
+
+    stored: where it was read from; None for one that is to be written.
+    """
 
     kind: str
     version: int
     about: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
+    stored: Stored | None = None
 
 
 def write(path: Pattern, index: Sidecar) -> None:
@@ -82,15 +98,43 @@ def write(path: Pattern, index: Sidecar) -> None:
 
 
 def read(path: Pattern, kind: str, version: int) -> Sidecar:
-    """The index at the local `path`, in memory, its digest checked.
+    """The index at the local `path`, mapped, its digest checked.
 
     Raises:
       NotFound, StoreFailed: of the file.
       Damaged: it is no index, or not as it was written.
       Mismatch: it is an index of another kind or version.
     """
-    with naming(os.fspath(path)), open(path, "rb", opener=_without_waiting) as stream:
-        return _read(stream, os.fspath(path), kind, version)
+    index, header = _mapped(os.path.abspath(os.fspath(path)), kind, version)
+    found = _digest({name: header[name] for name in header if name != "digest"})
+    for array in index.arrays.values():
+        found.update(array.data)
+    if found.hexdigest() != header["digest"]:
+        raise Damaged(
+            f"{os.fspath(path)} is not as it was written: its digest differs; build it again"
+        )
+    return index
+
+
+def reopened(stored: Stored) -> Sidecar:
+    """An index that another process has read and checked.
+
+    Raises:
+      NotFound: it is gone. Mismatch: there is another one now. What `read` raises.
+    """
+    try:
+        index, _ = _mapped(stored.path, stored.kind, stored.version)
+    except NotFound as error:
+        raise NotFound(
+            f"{stored.path}: the index is gone, which processes map that read through it; put it "
+            "back, or make the pipeline anew"
+        ) from error
+    if index.stored != stored:
+        raise Mismatch(
+            f"{stored.path} is another index than when the pipeline was made; make it anew",
+            [f"digest: wanted {stored.digest}, found {index.stored and index.stored.digest}"],
+        )
+    return index
 
 
 def is_one(path: Pattern) -> bool:
@@ -139,18 +183,24 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _read(stream: BinaryIO, path: str, kind: str, version: int) -> Sidecar:
-    status = os.fstat(stream.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        raise Damaged(f"{path} is no file; put the index in its place")
-    size_bytes = status.st_size
-    start = stream.read(16)
-    if len(start) < 16 or start[:8] != _MAGIC:
-        raise Damaged(f"{path} is no index: wanted {_MAGIC!r} at its start, found {start[:8]!r}")
+def _mapped(path: str, kind: str, version: int) -> tuple[Sidecar, dict[str, Any]]:
+    """An index and its header, whose digest is yet to be compared."""
+    with naming(path), open(path, "rb", opener=_without_waiting) as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{path} is no file; put the index in its place")
+        start = stream.read(16)
+        if len(start) < 16 or start[:8] != _MAGIC:
+            raise Damaged(
+                f"{path} is no index: wanted {_MAGIC!r} at its start, found {start[:8]!r}"
+            )
+        whole = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    size_bytes = whole.size
     head_bytes = int.from_bytes(start[8:], "little")
     if not 0 < head_bytes <= min(_HEADER_LIMIT_BYTES, size_bytes - 16):
         raise Damaged(f"{path}: a header of {head_bytes} bytes in a file of {size_bytes}")
-    header = _header(stream.read(head_bytes), path)
+    at = 16 + head_bytes
+    header = _header(whole[16:at].tobytes(), path)
     if (header["kind"], header["version"]) != (kind, version):
         raise Mismatch(
             f"{path} is another index; build it again",
@@ -159,21 +209,17 @@ def _read(stream: BinaryIO, path: str, kind: str, version: int) -> Sidecar:
                 f"{header['kind']} version {header['version']}"
             ],
         )
-    wanted_bytes = 16 + head_bytes + sum(_padded(each) for each in header["arrays"])
+    wanted_bytes = at + sum(map(_padded, header["arrays"]))
     if wanted_bytes != size_bytes:
         raise Damaged(f"{path}: wanted {wanted_bytes} bytes, found {size_bytes}; build it again")
-    found = _digest({name: header[name] for name in header if name != "digest"})
     arrays: dict[str, NDArray[Any]] = {}
     for each in header["arrays"]:
-        array = np.fromfile(stream, _DTYPES[each["dtype"]], each["count"])
-        if array.size != each["count"]:
-            raise Damaged(f"{path} ends within array {each['name']}; build it again")
-        stream.seek(-array.nbytes % _ALIGNED_BYTES, os.SEEK_CUR)
-        found.update(array.data)
+        dtype = np.dtype(_DTYPES[each["dtype"]])
+        array = whole[at : at + each["count"] * dtype.itemsize].view(dtype)
         arrays[each["name"]] = array.astype(each["dtype"], copy=False)
-    if found.hexdigest() != header["digest"]:
-        raise Damaged(f"{path} is not as it was written: its digest differs; build it again")
-    return Sidecar(kind, version, header["about"], arrays)
+        at += _padded(each)
+    stored = Stored(path, kind, version, header["digest"])
+    return Sidecar(kind, version, header["about"], arrays, stored), header
 
 
 def _header(raw: bytes, path: str) -> dict[str, Any]:
