@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.integers import LIMIT, integer
-from datapipe.order.examples import Located
+from datapipe.order.rows import Rows
 from datapipe.sources.pieces import Pieces
 from datapipe.sources.views import ConcatenatedRows, Filtered, PackedRows
 from formats.errors import Misuse
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     offsets: NDArray[np.int64]  # where the piece begins in its row
 
 
-def held(sources: Sequence[Source], rows: Located) -> Held:
+def held(sources: Sequence[Source], rows: Rows) -> Held:
     """What these rows of a plan are made of."""
     parts = []
     for number in np.unique(rows.sources).tolist():

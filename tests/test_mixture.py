@@ -33,7 +33,7 @@ def tagged(**options):
 
 
 def rows_of(batch, plan, number):
-    sources, epochs, items = plan.rows(number)
+    _, sources, epochs, items = plan.rows(number)
     assert batch["id"].tolist() == items.tolist()
     return list(zip(sources.tolist(), epochs.tolist(), items.tolist(), strict=True))
 
@@ -100,7 +100,7 @@ def test_serves_what_the_plan_says(options):
 def test_by_default_each_source_weighs_what_it_holds():
     sources = {name: Records(count, name=name) for name, count in SIZES.items()}
     plan = Pipeline(sources, batch_size=51, seed=1, epochs=1).plan
-    sources, _, items = plan.rows(0)
+    _, sources, _, items = plan.rows(0)
     held = {(s, i) for s, i in zip(sources.tolist(), items.tolist(), strict=True)}
     assert held == {*((0, i) for i in range(40)), *((1, i) for i in range(11))}
 
@@ -167,7 +167,8 @@ def test_skipped_examples_stay_away_when_weights_and_batch_size_change():
 
 
 def rows_of_plan(plan, number):
-    return list(zip(*(each.tolist() for each in plan.rows(number)), strict=True))
+    _, *origins = plan.rows(number)
+    return list(zip(*(each.tolist() for each in origins), strict=True))
 
 
 def test_a_source_of_other_columns_is_named():

@@ -74,8 +74,9 @@ def plans(draw):
 def test_examples_are_what_is_written_down(order):
     oracle = Oracle(Plan(order, 1), HORIZON)
     count = len(oracle.rows)
-    found = order.locate(np.arange(count))
-    assert list(zip(*(each.tolist() for each in found), strict=True)) == oracle.rows
+    examples, *found = (column.tolist() for column in order.locate(np.arange(count)))
+    assert examples == [*range(count)]
+    assert list(zip(*found, strict=True)) == oracle.rows
     if oracle.ended:
         assert order.end == count
     else:
@@ -131,14 +132,15 @@ def test_items_of_batches(case, data):
     first = data.draw(st.integers(0, len(batches)))
     stop = data.draw(st.integers(first, len(batches) + (2 if oracle.ended else 0)))
     wanted = [oracle.rows[e] for batch in batches[first:stop] for e in batch]
-    found = plan.rows(range(first, stop))
-    assert list(zip(*(each.tolist() for each in found), strict=True)) == wanted
+    _, *found = (column.tolist() for column in plan.rows(range(first, stop)))
+    assert list(zip(*found, strict=True)) == wanted
     described = plan.describe(first, stop - first)
     assert [each.batch for each in described] == list(range(first, min(stop, len(batches))))
     for each, batch in zip(described, batches[first:stop], strict=True):
-        assert [e for start, stop in each.examples for e in range(start, stop)] == batch
-        rows = zip(each.sources.tolist(), each.epochs.tolist(), each.items.tolist(), strict=True)
-        assert list(rows) == [oracle.rows[e] for e in batch]
+        assert [e for start, stop in each.ranges for e in range(start, stop)] == batch
+        examples, *columns = (column.tolist() for column in each.rows)
+        assert examples == batch
+        assert list(zip(*columns, strict=True)) == [oracle.rows[e] for e in batch]
 
 
 @given(plans(), st.data())

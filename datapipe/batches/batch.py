@@ -21,9 +21,9 @@ from datapipe.batches.faults import Fault, Tolerance, is_of_a_record
 from datapipe.batches.reading import Readable, Reads, has_trees, places, readable
 from datapipe.batches.replacing import Replacing
 from datapipe.batches.returned import USUAL, refuse_no_example, refuse_other_rows
-from datapipe.batches.rows import Rows
 from datapipe.batches.stack import objects, stack
 from datapipe.batches.transforms import Transform, generator
+from datapipe.order.rows import Rows
 from formats.errors import Mismatch
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ def _mapped(
     """The batch where functions make its examples."""
     steady = len(list(takewhile(lambda transform: transform.kind == "map", transforms)))
     examples: list[Any] = [None] * planned.size
-    records = planned.records.copy()
+    items = planned.items.copy()
     left = np.arange(planned.size)  # those that are not made yet
     while left.size:
         if done is None:
             with cost.of("reading"):
                 done = readable(recipe.sources, planned.take(left), replacing)
         rows, reads = done
-        records[left] = rows.records
+        items[left] = rows.items
         at, numbers = places(recipe.sources, done).tolist(), rows.sources.tolist()
         bad: list[int] = []
         with cost.of("functions"):
@@ -140,7 +140,7 @@ def _mapped(
         left, done = left[bad], None
     with cost.of("stacking"):
         by = transforms[-1].told(len(transforms)) if transforms else "the source"
-        return stack(examples, [f"record {record}" for record in records.tolist()], by)
+        return stack(examples, [f"record {record}" for record in items.tolist()], by)
 
 
 class _Failed(Exception):
@@ -159,7 +159,7 @@ def _example(seed: int, transforms: Sequence[Transform], rows: Rows, row: int, v
             if transform.kind == "map":
                 value = transform.fn(value)
             else:
-                epoch, record = int(rows.epochs[row]), int(rows.records[row])
+                epoch, record = int(rows.epochs[row]), int(rows.items[row])
                 rng = generator(seed, epoch, record, position, int(rows.sources[row]))
                 value = transform.fn(value, rng)
         except Exception as error:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from datapipe.batches.faults import is_of_a_record
 from datapipe.batches.replacing import Replacing
-from datapipe.batches.rows import Rows
+from datapipe.batches.substitutes import ids_of
+from datapipe.order.rows import Rows
 from datapipe.sources import epoch_sources as by_epoch
 from formats.errors import BadRecord, Misuse
 
@@ -104,7 +105,7 @@ def places(sources: Sequence[Source], done: Readable) -> NDArray[np.int64]:
 
 
 def _read_source(source: Source, rows: Rows) -> Batch:
-    ids = rows.ids(source)
+    ids = ids_of(source, rows)
     wanted, back = ids, None
     many_twice = bool(rows.size) and rows.epochs[0] != rows.epochs[-1]
     if many_twice and not has_trees(source):
@@ -159,7 +160,7 @@ def _unreadable(source: Source, rows: Rows, error: Exception) -> Iterator[tuple[
     """
     if not is_of_a_record(error):
         raise error
-    _, firsts = np.unique(rows.ids(source), return_index=True)
+    _, firsts = np.unique(ids_of(source, rows), return_index=True)
     parts = [(firsts, error)]  # together these raise that
     while parts:
         part, reason = parts.pop()
@@ -184,4 +185,4 @@ def _unreadable(source: Source, rows: Rows, error: Exception) -> Iterator[tuple[
 def _named(rows: Rows, error: Exception) -> NDArray[np.int64]:
     """The rows of the record that an error says is bad."""
     index = error.index if isinstance(error, BadRecord) else -1
-    return np.flatnonzero(rows.records == index)
+    return np.flatnonzero(rows.items == index)

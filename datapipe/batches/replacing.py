@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from datapipe.batches.faults import Fault, Tolerance, too_many
-from datapipe.batches.rows import Rows
-from datapipe.batches.substitutes import CANDIDATES, Replaced, candidates
+from datapipe.batches.substitutes import CANDIDATES, Replaced, candidates, ids_of
+from datapipe.order.rows import Rows
 from formats.errors import BadRecord
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ class Replacing:
         """
         if not len(self._known) and not self._found:
             return planned
-        records = planned.records.copy()
+        items = planned.items.copy()
         for number in planned.numbers():
             there = np.flatnonzero(planned.sources == number)
-            ids = planned.take(there).ids(self._sources[number])
+            ids = ids_of(self._sources[number], planned.take(there))
             for at in np.flatnonzero(self._bad(number, ids)).tolist():
                 row = int(there[at])
-                records[row] = self._substitute(planned, row, int(ids[at]))
-        return planned._replace(records=records)
+                items[row] = self._substitute(planned, row, int(ids[at]))
+        return planned._replace(items=items)
 
     def _bad(self, number: int, ids: np.ndarray) -> np.ndarray:
         bad = self._known.mask(number, ids)
@@ -81,10 +81,10 @@ class Replacing:
         source = self._sources[number]
         one = planned.take([row])
         for item in candidates(number, id, len(source)):
-            ids = one._replace(records=np.array([item], np.int64)).ids(source)
+            ids = ids_of(source, one._replace(items=np.array([item], np.int64)))
             if not self._bad(number, ids)[0]:
                 return item
-        record = int(planned.records[row])
+        record = int(planned.items[row])
         raise BadRecord(
             f"record {record} ({source.where(record)}) is bad, and so are all {CANDIDATES} records "
             "that could stand in for it: mend the source, or the .map that fails",
@@ -92,12 +92,12 @@ class Replacing:
         )
 
     def _fault(self, rows: Rows, row: int, what: str, reason: Exception) -> Fault:
-        number, record = int(rows.sources[row]), int(rows.records[row])
+        number, record = int(rows.sources[row]), int(rows.items[row])
         source = self._sources[number]
         told = reason if isinstance(reason, BadRecord) else BadRecord("")
         return Fault(
             source=number,
-            id=int(rows.take([row]).ids(source)[0]),
+            id=int(ids_of(source, rows.take([row]))[0]),
             record=record,
             where=source.where(record),
             file=told.file,

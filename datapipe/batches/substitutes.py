@@ -15,14 +15,24 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.order.permute import mix
+from datapipe.order.rows import Rows
+from datapipe.sources import epoch_sources
+
+if TYPE_CHECKING:
+    from formats.source import Source
 
 CANDIDATES: Final = 64  # looked at for one record; more than one or two only where most are bad
+
+
+def ids_of(source: Source, rows: Rows) -> NDArray[np.int64]:
+    """Of rows of one source: the ids of their records, int64[rows]."""
+    return epoch_sources.keys(source, rows.items, rows.epochs)
 
 
 def candidates(source: int, id: int, items: int) -> Iterator[int]:

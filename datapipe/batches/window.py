@@ -20,9 +20,9 @@ from datapipe.batches.cost import Cost
 from datapipe.batches.faults import Fault
 from datapipe.batches.reading import Readable, read, shares
 from datapipe.batches.replacing import Replacing
-from datapipe.batches.rows import Rows
 from datapipe.batches.substitutes import Replaced
 from datapipe.order.plan import Plan
+from datapipe.order.rows import Rows
 from formats.errors import BadRecord
 
 AT_ONCE_S: Final = 2e-3
@@ -115,7 +115,7 @@ class Window:
             )
         except BadRecord:  # nothing can stand in for one of them any more
             return False
-        return np.array_equal(then.records, now.records)
+        return np.array_equal(then.items, now.items)
 
     def _read(self) -> list[tuple[Rows, Readable | None]]:
         """Of each batch its rows, and what was read for it.
@@ -139,7 +139,7 @@ class Window:
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
         examples = np.concatenate(batches)
-        return Rows(examples, *self._plan.locate(examples))
+        return self._plan.locate(examples)
 
     def _cut(self, rows: Rows) -> list[Rows]:
         """Those of each batch."""

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +19,9 @@ from numpy.typing import NDArray
 from datapipe.integers import LIMIT, integer
 from datapipe.order.block_shuffle import Blocks
 from datapipe.order.mixture import Mixture
+from datapipe.order.rows import Rows
 from datapipe.order.streams import SHUFFLES, Shuffle, Stream, Stretch
 from formats.errors import Misuse
-
-
-class Located(NamedTuple):
-    """Where examples come from; int64, of the shape of the examples."""
-
-    sources: NDArray[np.int64]
-    epochs: NDArray[np.int64]
-    items: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -159,16 +151,16 @@ class Examples:
             ordinals[there] = drawn + base[drawn_from]
         return sources, ordinals
 
-    def locate(self, examples: NDArray[np.int64]) -> Located:
+    def locate(self, examples: NDArray[np.int64]) -> Rows:
         """Source, epoch of the source, and item of each example, of any shape."""
         sources, ordinals = self.draw(examples)
         if self.source_count == 1:
-            return Located(sources, *self.streams[0].place(ordinals))
+            return Rows(examples, sources, *self.streams[0].place(ordinals))
         epochs, items = np.empty_like(ordinals), np.empty_like(ordinals)
         for source in np.unique(sources).tolist():
             there = sources == source
             epochs[there], items[there] = self.streams[source].place(ordinals[there])
-        return Located(sources, epochs, items)
+        return Rows(examples, sources, epochs, items)
 
     def ordinals(self, example: int) -> tuple[int, ...]:
         """By source: how many examples before this one come from it."""

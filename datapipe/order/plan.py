@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 
 from datapipe.integers import LIMIT, integer
 from datapipe.order.epoch_bounds import EpochBounds
-from datapipe.order.examples import Examples, Located
+from datapipe.order.examples import Examples
 from datapipe.order.lasting_skips import lasting_skips
 from datapipe.order.ranks import Ranks
+from datapipe.order.rows import Rows
 from datapipe.order.skips import Excluded, Skips
 from datapipe.order.streams import Shuffle
 from formats.errors import Misuse
@@ -41,13 +42,14 @@ REMAINDERS: Final[tuple[Remainder, ...]] = ("carry", "keep", "drop")
 
 
 class BatchPlan(NamedTuple):
-    """What one batch holds; int64[rows] each of the arrays."""
+    """What one batch holds."""
 
-    batch: int  # counted from example 0 under the skips of the plan
-    examples: tuple[tuple[int, int], ...]  # half-open ranges
-    sources: NDArray[np.int64]  # of each row
-    epochs: NDArray[np.int64]
-    items: NDArray[np.int64]
+    batch: int
+    """Its number, counted from example 0 under the skips of the plan."""
+    ranges: tuple[tuple[int, int], ...]
+    """Its examples, as half-open ranges."""
+    rows: Rows
+    """The same, row by row, and where they come from."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Plan:
         ((_, stop),) = self._bounds(next_example, batches - 1, batches)
         return self._ranks.select(stop - 1) + 1
 
-    def locate(self, examples: NDArray[np.int64]) -> Located:
+    def locate(self, examples: NDArray[np.int64]) -> Rows:
         """Source, epoch and item of each example, of any shape; examples are not checked."""
         return self.order.locate(examples)
 
@@ -199,7 +201,7 @@ class Plan:
         """
         return self.rows(batches).items
 
-    def rows(self, batches: int | range) -> Located:
+    def rows(self, batches: int | range) -> Rows:
         """Source, epoch and item of each row of these batches; see `records`."""
         first, stop = _batch_range(batches)
         rows = [self._ranks.examples(*ranks) for ranks in self._bounds(0, first, stop)]
@@ -241,8 +243,8 @@ class Plan:
         integer("count", count, 0, LIMIT)
         found: list[BatchPlan] = []
         for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
-            located = self.locate(self._ranks.examples(*ranks))
-            found.append(BatchPlan(index, tuple(self._ranks.ranges(*ranks)), *located))
+            rows = self.locate(self._ranks.examples(*ranks))
+            found.append(BatchPlan(index, tuple(self._ranks.ranges(*ranks)), rows))
         return tuple(found)
 
     # -- backwards -----------------------------------------------------------------------------
