@@ -14,10 +14,11 @@ from waiting import eventually
 
 import ckpt
 from datapipe import Pipeline, Stats
-from datapipe.batches.cost import Cost, size_of
+from datapipe.batches.cost import Cost
 from datapipe.prefetch.device_feed import Feed
 from datapipe.prefetch.pace import Pace
 from datapipe.prefetch.stats import SILENT_S, WATCHED_S, Meter
+from datapipe.sizes import size_of
 
 
 class Clock:
@@ -140,6 +141,8 @@ def test_sizes():
         "b": [np.array([b"xx", b"y", None], object), (np.array(["abc"], object), None)],
     }
     assert size_of(batch) == 24 + 3 + 3
+    assert size_of([b"xx", "y"]) == 3
+    assert size_of([b"xx", batch, np.zeros(2)]) == 2 + 30 + 16
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from datapipe.batches.cost import Cost, size_of
+from datapipe.batches.cost import Cost
 from datapipe.batches.faults import Fault, Tolerance, is_of_a_record
 from datapipe.batches.reading import Readable, Reads, has_trees, places, readable
 from datapipe.batches.replacing import Replacing
@@ -24,6 +24,7 @@ from datapipe.batches.returned import USUAL, refuse_no_example, refuse_other_row
 from datapipe.batches.stack import objects, stack
 from datapipe.batches.transforms import Transform, generator
 from datapipe.order.rows import Rows
+from datapipe.sizes import size_of
 from formats.errors import Mismatch
 
 if TYPE_CHECKING:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 STAGES: Final = ("reading", "functions", "stacking", "placing")
 
@@ -60,19 +57,3 @@ class _Stopwatch:
 
     def __exit__(self, *exc_info: object) -> None:
         self._cost.add_time(self._stage, time.perf_counter() - self._start)
-
-
-def size_of(batch: Any) -> int:
-    """Bytes of the arrays of a tree; of arrays of texts and bytes, their lengths."""
-    if isinstance(batch, np.ndarray) and not batch.dtype.hasobject:
-        return batch.nbytes
-    if isinstance(batch, Mapping):
-        return sum(map(size_of, batch.values()))
-    if isinstance(batch, tuple | list):
-        return sum(map(size_of, batch))
-    if isinstance(batch, np.ndarray) and batch.dtype.hasobject:
-        items = batch.ravel().tolist()
-        if not {*map(type, items)} <= {bytes, str}:
-            items = [item for item in items if isinstance(item, bytes | str)]
-        return sum(map(len, items))
-    return int(getattr(batch, "nbytes", 0))

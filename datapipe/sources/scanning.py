@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from datapipe.sizes import size_of
 from datapipe.sources.indexes import Kept
 from formats.errors import Misuse
 
@@ -166,21 +167,10 @@ def batches(source: Source) -> Iterator[tuple[int, Batch]]:
     while first < len(source):
         stop = min(first + count, len(source))
         batch = source.read(np.arange(first, stop))
-        fitting = _BYTES * (stop - first) // max(1, _size_of(batch))
+        fitting = _BYTES * (stop - first) // max(1, size_of(batch))
         yield first, batch
         del batch  # before the next one is read
         first, count = stop, max(1, min(fitting, count * _GROWTH, _RECORDS))
-
-
-def _size_of(value: Any) -> int:
-    """Bytes of what was read: of arrays and texts; other objects count little."""
-    if isinstance(value, bytes | str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_size_of, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_size_of, value))
-    return int(getattr(value, "nbytes", 0))
 
 
 @contextlib.contextmanager
