@@ -34,6 +34,9 @@ class Rows:
         batches = [rows.take() for _ in range(stop)][first:]
         return [(example, example + 1) for batch in batches for example in batch]
 
+    def __next__(self) -> list[int]:
+        return self.take()
+
     def take(self) -> list[int]:
         found: list[int] = []
         while len(found) < self.batch_size:

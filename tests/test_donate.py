@@ -317,7 +317,7 @@ def test_a_run_lets_go_of_the_state_before(tmp_path: Path) -> None:
         start = {"w": jnp.zeros(3)}
         with (
             ckpt.CheckpointManager(place, arena=tmp_path / "arena") as manager,
-            ckpt.Run(manager, start, Stream(), steps=steps, guard=guard, loading=DONATE) as run,
+            ckpt.Run(manager, start, Rows(), steps=steps, guard=guard, loading=DONATE) as run,
         ):
             assert is_gone(start["w"]) == (steps == 12)
             for step, _ in run:
@@ -332,13 +332,6 @@ def test_a_run_lets_go_of_the_state_before(tmp_path: Path) -> None:
                 # Some updates pass before the guard has read the loss of one.
                 assert [is_gone(w) for w in states].count(True) == 1
                 assert [is_gone(w) for w in states].index(True) >= 7
-
-
-class Stream(Rows):
-    """Batches without an end, as a run takes them."""
-
-    def __next__(self) -> list[int]:
-        return self.take()
 
 
 # --- steps of Orbax ------------------------------------------------------------------------------

@@ -19,13 +19,6 @@ GUARD = ckpt.SpikeGuard(
 )
 
 
-class Stream(Rows):
-    """Batches without an end, as a run takes them."""
-
-    def __next__(self) -> list[int]:
-        return self.take()
-
-
 def state_of(count: int) -> dict[Any, Any]:
     """Weak type and sharding are to survive, and whole numbers beside texts as keys."""
     one = jax.device_put(jnp.full(3, float(count)), jax.devices()[3])
@@ -50,7 +43,7 @@ def test_keys_of_several_types_in_a_run_that_rewinds_and_resumes(
             ckpt.Run(
                 manager,
                 state_of(0),
-                Stream(),
+                Rows(),
                 steps=steps,
                 guard=GUARD,
                 loading=Loading(donate=donate),
@@ -78,7 +71,7 @@ def test_such_a_state_that_could_not_be_restored_is_refused_at_once(tmp_path: Pa
     ]
     with (
         ckpt.CheckpointManager(tmp_path / "run", arena=tmp_path / "arena") as manager,
-        ckpt.Run(manager, state_of(0), Stream(), steps=3) as run,
+        ckpt.Run(manager, state_of(0), Rows(), steps=3) as run,
     ):
         for step, _ in run:
             for state, error, message in other:

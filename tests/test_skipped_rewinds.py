@@ -139,18 +139,13 @@ def test_an_empty_range_is_refused(tmp_path: Path, name: str, empty: range) -> N
         m.rewind(1, data=data)
 
 
-class Pairs(Rows):
-    def __next__(self) -> list[int]:
-        return self.take()
-
-
-class Threes(Pairs):
+class Threes(Rows):
     batch_size = 3
 
 
 def test_an_iterator_that_counts_in_its_own_batches_only(tmp_path: Path) -> None:
     with manager(tmp_path) as m:
-        data = Pairs()
+        data = Rows()
         m.resume(data=data)
         trained(m, data, range(1, 8))
         m.rewind(4, skip_steps=range(6, 7), data=data)
