@@ -215,7 +215,7 @@ def test_far_away_costs_what_near_costs(monkeypatch: pytest.MonkeyPatch) -> None
     two.set_state(one.get_state())
     two.skip([(5, 900), (LIMIT + 7, LIMIT + 3000), (2 * LIMIT + 10**12, 2 * LIMIT + 10**13)])
     calls: Counter[str] = Counter()
-    for name in ("draw", "before", "number"):
+    for name in ("draw", "ordinals", "example"):
         monkeypatch.setattr(Mixture, name, _counting(calls, name, getattr(Mixture, name)))
     costs = []
     for at in (10**4, 10**8, 10**12, 10**15, 10**17):

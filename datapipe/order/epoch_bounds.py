@@ -47,7 +47,7 @@ class EpochBounds:
     short: bool
     epochs: int | None
 
-    def before(self, epoch: int) -> int:
+    def batches_before(self, epoch: int) -> int:
         """Batches of the epochs before this one."""
         run = self._runs[bisect.bisect_right(self._runs, epoch, key=lambda run: run.first) - 1]
         return run.before + (min(epoch, run.stop) - run.first) * run.each

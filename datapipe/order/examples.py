@@ -175,7 +175,7 @@ class Examples:
             beyond = number + 1 < len(self.segments)
             if beyond and ordinal >= self._bases[number + 1][source]:
                 continue
-            found = segment.mixture.number(source, ordinal - self._bases[number][source])
+            found = segment.mixture.example(source, ordinal - self._bases[number][source])
             return None if found is None else segment.first + found
         return None
 
@@ -204,14 +204,14 @@ class Examples:
         """Of each segment, by source: the ordinal with which it begins."""
         bases: list[tuple[int, ...]] = [(0,) * len(self.segments[0].items)]
         for segment, following in zip(self.segments, self.segments[1:], strict=False):
-            drawn = segment.mixture.before(following.first - segment.first)
+            drawn = segment.mixture.ordinals(following.first - segment.first)
             there = [base + more for base, more in zip(bases[-1], drawn, strict=True)]
             bases.append((*there, *(0,) * (len(following.items) - len(there))))
         return bases
 
     def _ordinals(self, number: int, example: int) -> tuple[int, ...]:
         segment = self.segments[number]
-        drawn = segment.mixture.before(example - segment.first)
+        drawn = segment.mixture.ordinals(example - segment.first)
         there = [base + more for base, more in zip(self._bases[number], drawn, strict=True)]
         return (*there, *(0,) * (self.source_count - len(there)))
 

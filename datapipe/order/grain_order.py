@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from datapipe.integers import LIMIT, integer
-from datapipe.order.permute import fresh_indices, walk
+from datapipe.order.permute import cycle_walk, fresh_indices
 from formats.errors import Misuse
 
 _ROUNDS: Final = 4
@@ -112,7 +112,7 @@ class GrainOrder:
 
     def _walk(self, values: NDArray[np.int64], keys: tuple[_Key, ...]) -> NDArray[np.int64]:
         bits = _grain_bits(self.n)
-        walk(values.reshape(-1), self.n, lambda some: _encipher(some, bits, keys))
+        cycle_walk(values.reshape(-1), self.n, lambda some: _encipher(some, bits, keys))
         return values
 
 

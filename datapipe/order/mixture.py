@@ -93,20 +93,20 @@ class Mixture:
         """Examples in a block."""
         return sum(self.counts)
 
-    def draw(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source and ordinal of the examples of these numbers (from 0 on); int64, same shape."""
-        block, at = np.divmod(numbers, self.size)
+    def draw(self, examples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and ordinal of each example, counted from 0; int64, same shape."""
+        block, at = np.divmod(examples, self.size)
         sources = self._sources[at]
         return sources, block * self._counts[sources] + self._ordinals[at]
 
-    def before(self, number: int) -> tuple[int, ...]:
-        """How many of the first `number` examples are of each source."""
-        block, at = divmod(number, self.size)
+    def ordinals(self, example: int) -> tuple[int, ...]:
+        """By source: how many examples before this one come from it."""
+        block, at = divmod(example, self.size)
         inside = np.bincount(self._sources[:at], minlength=len(self.counts)).tolist()
         return tuple(block * c + i for c, i in zip(self.counts, inside, strict=True))
 
-    def number(self, source: int, ordinal: int) -> int | None:
-        """The example that is the `ordinal`-th of a source; None where that is never served."""
+    def example(self, source: int, ordinal: int) -> int | None:
+        """The example that is this ordinal of a source; None where it is never drawn."""
         count = self.counts[source]
         if count == 0:
             return None

@@ -125,7 +125,7 @@ class Permutation:
         values = fresh_indices(indices, self.n)
         bits = (self.n - 1).bit_length()
         if bits:
-            walk(values.reshape(-1), self.n, lambda some: _feistel(some, bits, keys))
+            cycle_walk(values.reshape(-1), self.n, lambda some: _feistel(some, bits, keys))
         return values
 
 
@@ -159,7 +159,9 @@ def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:
     return values
 
 
-def walk(values: NDArray[np.int64], n: int, once: Callable[[NDArray[np.int64]], None]) -> None:
+def cycle_walk(
+    values: NDArray[np.int64], n: int, once: Callable[[NDArray[np.int64]], None]
+) -> None:
     """Cycle walking, in place: `once`, a bijection of more than [0, n), until all are in [0, n).
 
     `once` works in place. From [0, n) every walk comes back to it, since the walk is a cycle.

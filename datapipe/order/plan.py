@@ -318,9 +318,8 @@ class Plan:
         if next_example == self.end:
             return 0
         epoch, rest = self._rest(self._by_epoch, next_example)
-        return (
-            rest + self._by_epoch.before(self._by_epoch.last_epoch) - self._by_epoch.before(epoch)
-        )
+        before = self._by_epoch.batches_before
+        return rest + before(self._by_epoch.last_epoch) - before(epoch)
 
     def _at_most(self, next_example: int, wanted: int) -> int:
         """So many batches, or as many as there are after a position."""
@@ -361,10 +360,10 @@ class Plan:
         if batch < rest:
             start = base + batch * self.batch_size
         else:
-            batch += by_epoch.before(epoch) - rest
+            batch += by_epoch.batches_before(epoch) - rest
             epoch = by_epoch.epoch_of(batch) + 1
             start = by_epoch.rank(epoch - 1)
-            start += (batch - by_epoch.before(epoch - 1)) * self.batch_size
+            start += (batch - by_epoch.batches_before(epoch - 1)) * self.batch_size
         return start, min(start + self.batch_size, by_epoch.rank(epoch))
 
     def _rest(self, by_epoch: EpochBounds, next_example: int) -> tuple[int, int]:
@@ -380,8 +379,8 @@ class Plan:
             return batch if batch < self._at_most(0, batch + 1) else None
         epoch = by_epoch.stream.epoch_of(example)
         inside = (rank - by_epoch.rank(epoch)) // self.batch_size
-        batch = by_epoch.before(epoch) + inside
-        return batch if batch < by_epoch.before(epoch + 1) else None
+        batch = by_epoch.batches_before(epoch) + inside
+        return batch if batch < by_epoch.batches_before(epoch + 1) else None
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -71,7 +71,7 @@ class Ranks:
         return low
 
     def examples(self, first_rank: int, stop_rank: int) -> NDArray[np.int64]:
-        """The examples of these ranks, ascending."""
+        """The examples of these ranks, ascending; int64[stop_rank - first_rank]."""
         if self._is_single:
             return self.excluded[0].select(np.arange(first_rank, stop_rank, dtype=np.int64))
         ranges = self.ranges(first_rank, stop_rank)
