@@ -18,8 +18,7 @@ BELOW = {
     "ckpt": {"formats"},
     "tools": {"formats", "datapipe", "ckpt"},
 }
-LAYERS = ["checks of arguments", "order", "sources", "batches", "prefetch", "top", "conformance"]
-CHECKS = {"integers", "texts"}
+LAYERS = ["order", "sources", "batches", "prefetch", "top", "conformance"]
 UPWARD = {
     # Which errors are those of a record is said once, beside what becomes of them.
     ("datapipe.sources.grain_source", "datapipe.batches.faults"),
@@ -48,9 +47,15 @@ def imported(path: Path) -> Iterator[str]:
 
 def layer(module: str) -> int:
     first = [*module.split("."), "top"][1]
-    if first in CHECKS:
-        return 0
-    return LAYERS.index(first) if first in LAYERS else LAYERS.index("top")
+    if first in LAYERS:
+        return LAYERS.index(first)
+    return -1 if needs_no_other(module) else LAYERS.index("top")
+
+
+def needs_no_other(module: str) -> bool:
+    """Whether it is below all layers: it imports nothing of `datapipe`, and is no package."""
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    return path.is_file() and not any(each.startswith("datapipe") for each in imported(path))
 
 
 def is_module(name: str) -> bool:
@@ -70,6 +75,7 @@ def test_the_layers_of_the_data_import_those_below() -> None:
     for path in modules("datapipe"):
         name = name_of(path)
         for module in filter(is_module, imported(path)):
-            if module.split(".")[0] == "datapipe" and layer(module) > layer(name):
+            is_ours = module.split(".")[0] == "datapipe"
+            if is_ours and layer(module) > layer(name):
                 upward.add((name, module))
     assert upward == UPWARD
