@@ -13,19 +13,18 @@ from typing import Any, final
 import numpy as np
 from array_record.python import array_record_module
 
+from formats.contents import Contents
 from formats.errors import BadRecord, Damaged, Mismatch, Misuse, StoreFailed
 from formats.files import (
     THREADS,
     File,
     Pattern,
-    all_digests,
-    in_fingerprint,
     naming,
     open_binary,
     replacing,
 )
 from formats.mapped import only_local
-from formats.source import Handles, Source, Spec, as_rows, grouped, open_files, sealed
+from formats.source import Handles, Source, Spec, as_rows, grouped, open_files
 
 # No readahead by threads: records in sequence are read in the thread that asks for them.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
@@ -53,7 +52,7 @@ class ArrayRecordSource(Source):
         with ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(_count, self._files))
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        self._digests: list[tuple[str, str]] | None = None
+        self._contents = Contents(self._files)
         self._readers: Handles[_OpenFile] = Handles(open_files())
 
     def __len__(self) -> int:
@@ -78,12 +77,8 @@ class ArrayRecordSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        if self._digests is None:
-            self._digests = all_digests(self._files)
-        files = in_fingerprint(self._files, np.diff(self._starts).tolist(), self._digests)
-        return sealed(
-            {"format": "array_record", "records": len(self), "columns": [], "files": files}
-        )
+        counts = np.diff(self._starts).tolist()
+        return self._contents.fingerprint("array_record", counts, {"columns": []})
 
     def where(self, index: int) -> str:
         """See `Source.where`."""

@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from formats.arrow_layout import BadLayout, Layout, checked_rows, is_file, read_layout
-from formats.columns import as_table, convert, describe, first_bad, gather, taken
+from formats.columns import as_table, convert, first_bad, gather, taken
+from formats.contents import Contents
 from formats.decoded import Decoded
 from formats.errors import BadRecord, Damaged, Misuse, Unsupported
-from formats.files import THREADS, File, Pattern, all_digests, in_fingerprint, naming, replacing
+from formats.files import THREADS, File, Pattern, naming, replacing
 from formats.mapped import Mapped, only_local
-from formats.projection import check_same, check_schema, chosen, fills, told
+from formats.projection import Projection, check_schema, told
 from formats.regions import BadRow, Rows, Values, mapped_rows
-from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files, sealed
+from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files
 
 _CACHE_BYTES = 256 * 1024 * 1024
 _REFUSALS = (pa.ArrowException, ValueError, OSError, MemoryError, OverflowError)
@@ -69,18 +70,14 @@ class ArrowSource(Source):
         with ThreadPoolExecutor(THREADS) as pool:
             outlines = list(pool.map(outline, self._files))
         schemas = [each.schema for each in outlines]
-        types = chosen(self._files[0], schemas[0], columns)
-        check_same(self._files, schemas, types, columns)
+        self._projection = Projection.of(self._files, schemas, columns, fill_null)
         self._layouts = tuple(each.layout for each in outlines)
-        self._columns = tuple(describe(name, kind) for name, kind in types.items())
-        self._fill_null = dict(fill_null or {})
-        self._fill = fills(types, self._columns, self._fill_null)
         counts = [sum(layout.rows) for layout in self._layouts]
         self._starts = np.array([0, *np.cumsum(checked_rows(counts), dtype=np.int64)], np.int64)
         batches = [len(layout.rows) for layout in self._layouts]
         self._first_batches = np.array([0, *np.cumsum(batches)], np.int64)
         self._cache_bytes = cache_bytes
-        self._digests: list[tuple[str, str]] | None = None
+        self._contents = Contents(self._files)
         self._start()
 
     def _start(self) -> None:
@@ -92,24 +89,26 @@ class ArrowSource(Source):
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        names = ", ".join(column.name for column in self._columns)
+        names = ", ".join(self._projection.names)
         return f"ArrowSource({len(self._files)} files, {len(self)} rows, columns {names})"
 
     @property
     def spec(self) -> Spec:
         """The columns that are read."""
-        return Spec(self._columns)
+        return Spec(self._projection.columns)
 
     def read(self, indices: np.ndarray | Sequence[int]) -> dict[str, np.ndarray | list[Any]]:
         """See `Source.read`: column name to n rows, as `spec` says."""
         rows = as_rows(indices, len(self))
-        pieces: dict[str, list[tuple[np.ndarray, Any]]] = {c.name: [] for c in self._columns}
+        pieces: dict[str, list[tuple[np.ndarray, Any]]] = {
+            name: [] for name in self._projection.names
+        }
         for number, positions, slots in grouped(rows, self._starts):
             opened = self._handles.get(number, self._open)
             opened.mapped.check()
             parts = np.searchsorted(opened.starts, positions, side="right") - 1
             inside = positions - opened.starts[parts]
-            for column in self._columns:
+            for column in self._projection.columns:
                 direct = opened.direct[column.name]
                 try:
                     if direct is None:
@@ -120,30 +119,18 @@ class ArrowSource(Source):
                     position = int(positions[error.row])
                     raise self._bad(number, position, told(error.cause, column.name)) from error
                 pieces[column.name].append((slots, values))
-        return {c.name: gather(pieces[c.name], c, len(rows)) for c in self._columns}
+        return self._projection.gathered(pieces, len(rows))
 
     def select(self, columns: Sequence[str]) -> ArrowSource:
         """The same rows with these columns, whether or not they are read here. Raises: Misuse."""
-        fill = {name: value for name, value in self._fill_null.items() if name in columns}
         return ArrowSource(
-            self._files, columns=columns, fill_null=fill, cache_bytes=self._cache_bytes
+            self._files, cache_bytes=self._cache_bytes, **self._projection.arguments(columns)
         )
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        if self._digests is None:
-            self._digests = all_digests(self._files)
-        files = in_fingerprint(self._files, np.diff(self._starts).tolist(), self._digests)
-        fill = {name: str(value) for name, value in self._fill.items()}
-        return sealed(
-            {
-                "format": "arrow",
-                "records": len(self),
-                "columns": self.spec.to_json()["columns"],
-                "fill_null": fill,
-                "files": files,
-            }
-        )
+        counts = np.diff(self._starts).tolist()
+        return self._contents.fingerprint("arrow", counts, self._projection.in_fingerprint())
 
     def where(self, index: int) -> str:
         """See `Source.where`."""
@@ -157,13 +144,13 @@ class ArrowSource(Source):
         self._decoded = Decoded(self._cache_bytes)
 
     def _open(self, number: int) -> _OpenFile:
-        return _OpenFile(self._files[number], self._layouts[number], self._columns, self._fill)
+        return _OpenFile(self._files[number], self._layouts[number], self._projection)
 
     def _through_arrow(
         self, number: int, opened: _OpenFile, column: Column, positions: np.ndarray
     ) -> Values:
         """Rows of one file, from record batches that Arrow has validated."""
-        fill = self._fill.get(column.name)
+        fill = self._projection.fill.get(column.name)
         pieces: list[tuple[np.ndarray, Any]] = []
         for part, inside, slots in grouped(positions, opened.starts):
             try:
@@ -218,23 +205,17 @@ class _OpenFile:
     batches: of a file whose buffers are used where they lie; empty for others.
     """
 
-    def __init__(
-        self,
-        file: File,
-        layout: Layout,
-        columns: Sequence[Column],
-        fill: Mapping[str, pa.Scalar],
-    ) -> None:
+    def __init__(self, file: File, layout: Layout, projection: Projection) -> None:
         self.lock = threading.Lock()
         self.mapped = Mapped(file)
         self.starts = np.array([0, *np.cumsum(layout.rows)], np.int64)
         self._rows = layout.rows
         self._valid: set[tuple[int, str]] = set()
         self.batches: list[pa.RecordBatch] = []
-        self.direct: dict[str, Rows | None] = dict.fromkeys(c.name for c in columns)
+        self.direct: dict[str, Rows | None] = dict.fromkeys(projection.names)
         try:
             # Arrow copies what it projects, and without that slices the mapped file.
-            names = None if layout.as_stored else [column.name for column in columns]
+            names = None if layout.as_stored else projection.names
             self._reader = _reader(self.mapped, names)
             if layout.as_stored:
                 self.batches = _all_batches(self._reader)
@@ -247,10 +228,11 @@ class _OpenFile:
                     f"{file.path}: its record batches are said to have {sum(layout.rows)} rows,"
                     f" and have {sum(found)}"
                 )
-            for column in columns:
+            for column in projection.columns:
                 arrays = [batch.column(column.name) for batch in self.batches]
+                fill = projection.fill.get(column.name)
                 self.direct[column.name] = mapped_rows(
-                    column, arrays, self.mapped.bytes, self.mapped.raw, fill.get(column.name)
+                    column, arrays, self.mapped.bytes, self.mapped.raw, fill
                 )
 
     def decode(self, part: int) -> pa.RecordBatch:

@@ -122,8 +122,8 @@ def cached(source: ParquetSource, directory: Pattern) -> CachedParquetSource:
     parts = [os.path.join(place, f"{key}.arrow") for key in _keys(source)]
     _take_over(source, place, parts)
     _complete(source, place, parts)
-    names = [column.name for column in source.spec.columns]
-    arrow = ArrowSource(list(map(_file, parts)), columns=names, fill_null=source.fill_null)
+    names = source.projection.names
+    arrow = ArrowSource(list(map(_file, parts)), **source.projection.arguments(names))
     if arrow.spec != source.spec:
         raise Damaged(f"{place}: parts hold other columns than their names say; delete it")
     return CachedParquetSource(source, arrow)
@@ -142,13 +142,13 @@ def _keys(source: ParquetSource) -> list[str]:
 
 
 def _types(source: ParquetSource) -> dict[str, str]:
-    return {name: str(kind) for name, kind in source.types.items()}
+    return {name: str(kind) for name, kind in source.projection.types.items()}
 
 
 def _complete(source: ParquetSource, place: str, parts: Sequence[str]) -> None:
     """Build the parts that are missing."""
     # Sorted, so that the same columns in another order are the same parts.
-    types = sorted(source.types.items())
+    types = sorted(source.projection.types.items())
     schema = pa.schema([(name, cached_type(kind)) for name, kind in types])
     rows = source.file_rows
     for part in parts:

@@ -1,4 +1,4 @@
-"""Files of a source: patterns to sorted lists of files, bytes of them, and atomic writing.
+"""Files of a source: patterns to sorted lists of files, and atomic writing.
 
 Local paths are listed by the operating system, URLs through fsspec.
 """
@@ -13,22 +13,17 @@ import posixpath
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias, cast
 
 import fsspec
-import xxhash
 
-from formats.errors import DataError, Mismatch, Misuse, NotFound, StoreFailed, Unsupported
+from formats.errors import DataError, Misuse, NotFound, StoreFailed, Unsupported
 
 Pattern: TypeAlias = "str | os.PathLike[str]"
 
 THREADS = 16
 """Files opened at a time: waiting for storage, not computing."""
-_TAIL_BYTES = 128 * 1024
-_SAMPLE_BYTES = 4096
-_SAMPLES = 16
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -89,50 +84,6 @@ def open_binary(file: File) -> BinaryIO:
             system, path = _system(file.path)
             return cast(BinaryIO, system.open(path, "rb"))
         return open(file.path, "rb")
-
-
-def digests(file: File) -> tuple[str, str]:
-    """Digests (hex xxh3-64) of the last 128 KiB and of 16 pages of 4 KiB spread over the file.
-
-    Raises: Mismatch when its size is not what was listed; NotFound, StoreFailed.
-    """
-    with open_binary(file) as stream, naming(file.path):
-        size_bytes = stream.seek(0, os.SEEK_END)
-        if size_bytes != file.size_bytes:
-            raise Mismatch(
-                f"{file.path} changed since the source was opened; open it again",
-                [f"{file.name}: wanted {file.size_bytes} bytes, found {size_bytes}"],
-            )
-        stream.seek(max(0, size_bytes - _TAIL_BYTES))
-        tail = xxhash.xxh3_64_hexdigest(stream.read(_TAIL_BYTES))
-        sample = xxhash.xxh3_64()
-        room = max(0, size_bytes - _SAMPLE_BYTES)
-        for number in range(_SAMPLES):
-            stream.seek(room * number // (_SAMPLES - 1))
-            sample.update(stream.read(_SAMPLE_BYTES))
-    return tail, sample.hexdigest()
-
-
-def all_digests(files: Sequence[File]) -> list[tuple[str, str]]:
-    """`digests` of every file, several at a time. Raises as `digests`."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(digests, files))
-
-
-def in_fingerprint(
-    files: Sequence[File], counts: Sequence[int], found: Sequence[tuple[str, str]]
-) -> list[dict[str, Any]]:
-    """What a fingerprint says of each file: `counts` are records, `found` its `digests`."""
-    return [
-        {
-            "name": file.name,
-            "bytes": file.size_bytes,
-            "records": count,
-            "tail": tail,
-            "sample": sample,
-        }
-        for file, count, (tail, sample) in zip(files, counts, found, strict=True)
-    ]
 
 
 @contextlib.contextmanager

@@ -13,28 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from formats.columns import (
-    as_table,
-    convert,
-    describe,
-    first_bad,
-    gather,
-    taken,
-)
+from formats.columns import as_table, convert, first_bad, taken
+from formats.contents import Contents
 from formats.decoded import Decoded
 from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse, StoreFailed, Unsupported
-from formats.files import (
-    THREADS,
-    File,
-    Pattern,
-    all_digests,
-    in_fingerprint,
-    naming,
-    open_binary,
-    replacing,
-)
-from formats.projection import check_same, check_schema, chosen, fills, told
-from formats.source import Handles, Source, Spec, as_rows, grouped, sealed
+from formats.files import THREADS, File, Pattern, naming, open_binary, replacing
+from formats.projection import Projection, check_schema, told
+from formats.source import Handles, Source, Spec, as_rows, grouped
 
 if TYPE_CHECKING:
     from formats.cache import CachedParquetSource
@@ -89,12 +74,8 @@ class ParquetSource(Source):
         self.files = tuple(files)
         with ThreadPoolExecutor(THREADS) as pool:
             footers = list(pool.map(_footer, self.files))
-        types = chosen(self.files[0], footers[0].schema, columns)
-        check_same(self.files, [footer.schema for footer in footers], types, columns)
-        self.types = types
-        self._columns = tuple(describe(name, kind) for name, kind in types.items())
-        self.fill_null = dict(fill_null or {})
-        self._fill = fills(types, self._columns, self.fill_null)
+        schemas = [footer.schema for footer in footers]
+        self.projection = Projection.of(self.files, schemas, columns, fill_null)
         groups = [
             (number, group, rows)
             for number, footer in enumerate(footers)
@@ -104,7 +85,7 @@ class ParquetSource(Source):
         self._starts = np.concatenate([[0], np.cumsum([g[2] for g in groups])]).astype(np.int64)
         self._file_starts = np.concatenate([[0], np.cumsum([sum(f.rows) for f in footers])])
         self._cache_bytes = cache_bytes
-        self._digests: list[tuple[str, str]] | None = None
+        self._contents = Contents(self.files)
         self._start()
 
     def _start(self) -> None:
@@ -116,46 +97,37 @@ class ParquetSource(Source):
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        names = ", ".join(column.name for column in self._columns)
+        names = ", ".join(self.projection.names)
         return f"ParquetSource({len(self.files)} files, {len(self)} rows, columns {names})"
 
     @property
     def spec(self) -> Spec:
         """The columns that are read."""
-        return Spec(self._columns)
+        return Spec(self.projection.columns)
 
     def read(self, indices: np.ndarray | Sequence[int]) -> dict[str, np.ndarray | list[Any]]:
         """See `Source.read`: column name to n rows, as `spec` says."""
         rows = as_rows(indices, len(self))
-        pieces: dict[str, list[tuple[np.ndarray, Any]]] = {c.name: [] for c in self._columns}
+        pieces: dict[str, list[tuple[np.ndarray, Any]]] = {
+            name: [] for name in self.projection.names
+        }
         for part, positions, slots in grouped(rows, self._starts):
             picked = taken(self._group(part, positions), positions)
-            for column in self._columns:
+            for column in self.projection.columns:
                 array = picked.column(column.name).combine_chunks()
-                fill = self._fill.get(column.name)
+                fill = self.projection.fill.get(column.name)
                 try:
                     values = convert(array, column, fill)
                 except (ValueError, pa.ArrowException) as error:  # a null, or text that is no UTF-8
                     first = int(positions[first_bad(array, column, fill)])
                     raise self._bad(part, first, told(error, column.name)) from error
                 pieces[column.name].append((slots, values))
-        return {c.name: gather(pieces[c.name], c, len(rows)) for c in self._columns}
+        return self.projection.gathered(pieces, len(rows))
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        if self._digests is None:
-            self._digests = all_digests(self.files)
-        files = in_fingerprint(self.files, np.diff(self._file_starts).tolist(), self._digests)
-        fill = {name: str(value) for name, value in self._fill.items()}
-        return sealed(
-            {
-                "format": "parquet",
-                "records": len(self),
-                "columns": self.spec.to_json()["columns"],
-                "fill_null": fill,
-                "files": files,
-            }
-        )
+        about = self.projection.in_fingerprint()
+        return self._contents.fingerprint("parquet", self.file_rows, about)
 
     def where(self, index: int) -> str:
         """See `Source.where`."""
@@ -179,9 +151,8 @@ class ParquetSource(Source):
 
     def select(self, columns: Sequence[str]) -> ParquetSource:
         """The same rows with these columns, whether or not they are read here. Raises: Misuse."""
-        fill = {name: value for name, value in self.fill_null.items() if name in columns}
         return ParquetSource(
-            self.files, columns=columns, fill_null=fill, cache_bytes=self._cache_bytes
+            self.files, cache_bytes=self._cache_bytes, **self.projection.arguments(columns)
         )
 
     def cached(self, directory: Pattern) -> CachedParquetSource:
@@ -219,11 +190,10 @@ class ParquetSource(Source):
         Raises: BadRecord naming the first row that did not come; the errors of opening the file.
         """
         opened = self._open(number)
-        names = [column.name for column in self._columns]
         first = int(np.searchsorted(self._groups[:, 0], number))
         for part in range(first, first + opened.parquet.metadata.num_row_groups):
             done = 0
-            batches = opened.batches(int(self._groups[part, 1]), names)
+            batches = opened.batches(int(self._groups[part, 1]), self.projection.names)
             while True:
                 try:
                     batch = next(batches, None)
@@ -246,7 +216,7 @@ class ParquetSource(Source):
             if cached is not None:
                 return cached
             try:
-                table = opened.decode(group, [column.name for column in self._columns])
+                table = opened.decode(group, self.projection.names)
             except DataError:
                 raise
             except Exception as error:

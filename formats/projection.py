@@ -4,16 +4,73 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from formats.columns import NullFound, fill_scalar, plain_type
+from formats.columns import NullFound, describe, fill_scalar, gather, plain_type
 from formats.errors import Damaged, Mismatch, Misuse, Unsupported
 from formats.files import File
-from formats.source import Column
+from formats.source import Column, Spec
 
 _MAX_VALUES = (1 << 31) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """The columns that are read.
+
+    types: their Arrow types by name, in the order of the result.
+    columns: what they are read as.
+    fill_null: what stands for null, as it was given.
+    fill: the same as values of Arrow.
+    """
+
+    types: Mapping[str, pa.DataType]
+    columns: tuple[Column, ...]
+    fill_null: Mapping[str, Any]
+    fill: Mapping[str, pa.Scalar]
+
+    @staticmethod
+    def of(
+        files: Sequence[File],
+        schemas: Sequence[pa.Schema],
+        columns: Sequence[str] | None,
+        fill_null: Mapping[str, Any] | None,
+    ) -> Projection:
+        """Those of `columns`, None: all of the first file.
+
+        Raises: Misuse for a column that is not there, or a value that does not stand for null;
+        Mismatch where files differ in what is read.
+        """
+        types = _chosen(files[0], schemas[0], columns)
+        _check_same(files, schemas, types, columns)
+        described = tuple(describe(name, kind) for name, kind in types.items())
+        given = dict(fill_null or {})
+        return Projection(types, described, given, _fills(types, described, given))
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the columns."""
+        return list(self.types)
+
+    def arguments(self, columns: Sequence[str]) -> dict[str, Any]:
+        """What makes a source of the same files and other columns; null is the same in them."""
+        fill = {name: value for name, value in self.fill_null.items() if name in columns}
+        return {"columns": columns, "fill_null": fill}
+
+    def in_fingerprint(self) -> dict[str, Any]:
+        """What a fingerprint says of it."""
+        fill = {name: str(value) for name, value in self.fill.items()}
+        return {"columns": Spec(self.columns).to_json()["columns"], "fill_null": fill}
+
+    def gathered(
+        self, pieces: Mapping[str, Sequence[tuple[np.ndarray, Any]]], rows: int
+    ) -> dict[str, np.ndarray | list[Any]]:
+        """All columns of `rows` rows, from pieces of each; see `formats.columns.gather`."""
+        return {each.name: gather(pieces[each.name], each, rows) for each in self.columns}
 
 
 def check_schema(file: File, schema: pa.Schema) -> None:
@@ -39,7 +96,7 @@ def _list_sizes(kind: pa.DataType, outer: int) -> Iterator[int]:
         yield from _list_sizes(kind.field(number).type, outer)
 
 
-def chosen(file: File, schema: pa.Schema, columns: Sequence[str] | None) -> dict[str, pa.DataType]:
+def _chosen(file: File, schema: pa.Schema, columns: Sequence[str] | None) -> dict[str, pa.DataType]:
     """Name to Arrow type of the columns to read. Raises: Misuse."""
     names = schema.names
     if isinstance(columns, str):
@@ -58,7 +115,7 @@ def chosen(file: File, schema: pa.Schema, columns: Sequence[str] | None) -> dict
     return {name: schema.field(name).type for name in columns}
 
 
-def check_same(
+def _check_same(
     files: Sequence[File],
     schemas: Sequence[pa.Schema],
     types: Mapping[str, pa.DataType],
@@ -88,7 +145,7 @@ def check_same(
         )
 
 
-def fills(
+def _fills(
     types: Mapping[str, pa.DataType], columns: Sequence[Column], values: Mapping[str, Any]
 ) -> dict[str, pa.Scalar]:
     """What stands for null, by column, checked against its type."""

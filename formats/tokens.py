@@ -11,10 +11,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import DTypeLike
 
+from formats.contents import Contents
 from formats.errors import Damaged, Mismatch, Misuse, Unsupported
-from formats.files import File, all_digests, in_fingerprint, naming, open_binary
+from formats.files import File, naming, open_binary
 from formats.mapped import Joined, Mapped, only_local
-from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files, sealed
+from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files
 
 _DTYPES = ("uint16", "uint32", "int16", "int32", "int64", "uint64", "uint8", "int8")
 _LOOKED_AT_BYTES = 64 * 1024
@@ -87,7 +88,7 @@ class TokenSource(Source):
             )
         counts = [self._windows(tokens.count) for tokens in self._tokens]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        self._digests: list[tuple[str, str]] | None = None
+        self._contents = Contents(self._files)
         self._start()
 
     def _start(self) -> None:
@@ -123,19 +124,12 @@ class TokenSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        if self._digests is None:
-            self._digests = all_digests(self._files)
-        files = in_fingerprint(self._files, np.diff(self._starts).tolist(), self._digests)
-        return sealed(
-            {
-                "format": "tokens",
-                "records": len(self),
-                "columns": self.spec.to_json()["columns"],
-                "stride": self._stride,
-                "header_bytes": self._header_bytes,
-                "files": files,
-            }
-        )
+        about = {
+            "columns": self.spec.to_json()["columns"],
+            "stride": self._stride,
+            "header_bytes": self._header_bytes,
+        }
+        return self._contents.fingerprint("tokens", np.diff(self._starts).tolist(), about)
 
     def where(self, index: int) -> str:
         """See `Source.where`."""

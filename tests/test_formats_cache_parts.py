@@ -173,7 +173,7 @@ def test_a_part_that_is_gone_while_it_is_read_is_named(tmp_path):
 
 def old_entry(source: ParquetSource, cache: Path) -> Path:
     """What the first layout had of a source, out of the parts of today."""
-    types = {name: str(kind) for name, kind in source.types.items()}
+    types = {name: str(kind) for name, kind in source.projection.types.items()}
     files = source.fingerprint()["files"]
     entry = cache / json_digest({"layout": 1, "files": files, "types": types})
     made = [cache / f"{key}.arrow" for key in caching._keys(source)]
