@@ -30,6 +30,10 @@ from formats.errors import Mismatch
 MESSAGE_BYTES: Final = 1 << 16
 CONTROL_BYTES: Final = mmap.PAGESIZE  # the first 8 hold the generation that is wanted
 
+IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What people and schedulers send to whole groups of processes. The trainer decides what becomes of
+its workers."""
+
 
 class Hello(NamedTuple):
     """The first message; its descriptors are the control page and a parcel: recipe and rows."""
@@ -111,9 +115,9 @@ def laid_down(pickled: bytes) -> int:
 
 def main(fd: int, parent: int) -> None:
     """Serves the other end of this socket until it is closed."""
-    # What ends the trainer is sent to whole groups of processes. It decides when workers go.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked since before this program began
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     link = socket.socket(fileno=fd)
     with contextlib.suppress(EOFError, ConnectionError):

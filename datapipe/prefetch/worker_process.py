@@ -143,13 +143,18 @@ def start_worker(control: int, work: Work) -> WorkerProcess:
     link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         arguments = [str(theirs.fileno()), str(os.getpid()), *_paths()]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *arguments],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            # A function that imports JAX must not take the accelerator away from the trainer.
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
+        # The process inherits it, and ignores them once it has read as much Python as that takes.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, child.IGNORED)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # A function that imports JAX must not take the accelerator away from the trainer.
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     except BaseException:
         link.close()
         raise
