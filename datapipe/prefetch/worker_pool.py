@@ -138,14 +138,19 @@ class WorkerPool:
         self._rows = rows
         self._size = workers
         self._slots = 2 * workers * window + KEPT
-        self._work = pickled_work(recipe, rows)
         self._lifetime = lifetime
         self._condition = threading.Condition(threading.RLock())
-        self._wake_read, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._wake_read.setblocking(False)
-        self._control = anonymous(child.CONTROL_BYTES)
-        self._wanted = memoryview(mmap.mmap(self._control, child.CONTROL_BYTES)).cast("q")
+        with contextlib.ExitStack() as held:
+            self._work = pickled_work(recipe, rows)
+            held.callback(os.close, self._work.fd)
+            self._control = anonymous(child.CONTROL_BYTES)
+            held.callback(os.close, self._control)
+            self._wanted = memoryview(mmap.mmap(self._control, child.CONTROL_BYTES)).cast("q")
+            self._wake_read, self._wake = socket.socketpair()
+            for end in (self._wake_read, self._wake):
+                held.callback(end.close)
+                end.setblocking(False)
+            self._held = held.pop_all()  # descriptors
         self._thread: threading.Thread | None = None
         self.is_lost = False  # the thread failed: there will be no more workers
         self._is_closed = False
@@ -443,10 +448,7 @@ class WorkerPool:
             self._workers.clear()
             self._is_closed = True
             self._condition.notify_all()
-        os.close(self._control)
-        os.close(self._work.fd)
-        self._wake.close()
-        self._wake_read.close()
+        self._held.close()
 
 
 def _batches(job: Job) -> str:
