@@ -9,6 +9,8 @@ from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from datapipe.batches.batch import Recipe
 from datapipe.batches.faults import OnBadRecord, Tolerance
 from datapipe.batches.transforms import Transform, extended
@@ -26,7 +28,8 @@ from datapipe.sources.epoch_sources import OrderedSource, varies
 from datapipe.sources.grain_source import adapted
 from datapipe.sources.stages import Filter, Packing, staged
 from datapipe.state import JSON, identity
-from datapipe.texts import text
+from datapipe.texts import one_of, text
+from formats.arguments import mapping, truth
 from formats.errors import Misuse, NotFound
 from formats.source import blocks_of
 
@@ -117,11 +120,8 @@ class Pipeline:
             raise NotFound("no source is given; check where their names come from")
         for name, source in given.items():
             _must_be_a_source(name, source)
-        if self.shuffle not in (True, False, *SHUFFLES):
-            raise Misuse(
-                f"shuffle must be True, False, or one of {', '.join(SHUFFLES)}, "
-                f"found {self.shuffle!r}"
-            )
+        object.__setattr__(self, "shuffle", _as_shuffle(self.shuffle))
+        object.__setattr__(self, "skip_records", truth("skip_records", self.skip_records))
         if self.shuffle_window is not None and self.shuffle != "blocks":
             raise Misuse(f"shuffle_window is for shuffle='blocks', here it is {self.shuffle!r}")
         views = staged(given, filter, pack)
@@ -143,10 +143,18 @@ class Pipeline:
             )
         several = isinstance(self.source, Mapping)
         object.__setattr__(self, "source", views if several else views[_SINGLE])
-        if self.weights is not None and {*self.weights} != {*self.sources}:
+        if self.weights is not None:
+            weights = mapping("weights", self.weights)
+            if {*weights} != {*self.sources}:
+                raise Misuse(
+                    f"weights: wanted one for each of {sorted(self.sources)}, "
+                    f"found {sorted(weights)}"
+                )
+        if not isinstance(self.transforms, tuple) or not all(
+            isinstance(each, Transform) for each in self.transforms
+        ):
             raise Misuse(
-                f"weights: wanted one for each of {sorted(self.sources)}, "
-                f"found {sorted(self.weights)}"
+                f"transforms: wanted what .map and the like make, found {self.transforms!r:.80}"
             )
         self._tolerance  # noqa: B018  (refuses what is out of range)
         records = sum(map(len, self.sources.values()))
@@ -267,7 +275,7 @@ class Pipeline:
           batches: counted from example 0, as by `plan.records`.
           plan: that of an iterator, where examples are skipped.
         """
-        return held(tuple(self.sources.values()), (plan or self.plan).rows(batches))
+        return held(tuple(self.sources.values()), self._or_own(plan).rows(batches))
 
     def batches(
         self,
@@ -293,14 +301,23 @@ class Pipeline:
         names = list(self.sources)
         if source is None and len(names) == 1:
             source = names[0]
-        if source not in names:
-            raise Misuse(f"source: wanted one of {', '.join(names)}, found {source!r}")
+        source = one_of("source", source, names)
         if epochs is None:
             if self.epochs is None:
                 raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
             epochs = range(self.epochs)
         view = self.sources[source]
-        return holding(view, names.index(source), record, token, epochs, plan or self.plan)
+        if not isinstance(epochs, range):
+            raise Misuse(f"epochs: wanted a range, such as range(3), found {epochs!r:.80}")
+        number = names.index(source)
+        return holding(view, number, record, token, epochs, self._or_own(plan))
+
+    def _or_own(self, plan: Plan | None) -> Plan:
+        if plan is None:
+            return self.plan
+        if not isinstance(plan, Plan):
+            raise Misuse(f"plan: wanted that of an iterator, found {plan!r:.80}")
+        return plan
 
     # -- iterating -----------------------------------------------------------------------------
 
@@ -347,8 +364,7 @@ class Pipeline:
         """
         from datapipe.iterator import Iterator  # Grain takes a second to import
 
-        if on_change not in ON_CHANGE:
-            raise Misuse(f"on_change must be one of {', '.join(ON_CHANGE)}, found {on_change!r}")
+        on_change = one_of("on_change", on_change, ON_CHANGE)
         pace = Pace(prefetch, window, threads, workers)
         feed = None
         if sharding is not None:
@@ -373,6 +389,17 @@ class Pipeline:
 
     def __iter__(self) -> _Iterator[Any]:
         return self.iterator()
+
+
+def _as_shuffle(given: object) -> bool | Shuffle:
+    if isinstance(given, bool | np.bool_):
+        return bool(given)
+    for each in SHUFFLES:
+        if isinstance(given, str) and given == each:
+            return each
+    raise Misuse(
+        f"shuffle must be True, False, or one of {', '.join(SHUFFLES)}, found {given!r:.80}"
+    )
 
 
 def _by_name(source: Source | Mapping[str, Source]) -> dict[str, Source]:

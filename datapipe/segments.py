@@ -20,7 +20,7 @@ from formats.errors import Mismatch
 from formats.growth import leading
 
 OnChange = Literal["raise", "segment"]
-ON_CHANGE: Final = ("raise", "segment")
+ON_CHANGE: Final[tuple[OnChange, ...]] = ("raise", "segment")
 
 _WRONG: Final = "the saved position belongs to other data"
 _CURE: Final = (

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from formats.errors import Misuse
+
+Known = TypeVar("Known", bound=str)
 
 
 def text(name: str, value: object, first: int, last: int) -> str:
@@ -20,6 +25,18 @@ def text(name: str, value: object, first: int, last: int) -> str:
             "surrogate pair, as bytes become that are read with another encoding"
         )
     return str(value)
+
+
+def one_of(name: str, value: object, known: Sequence[Known]) -> Known:
+    """`value`, if it is one of a few texts.
+
+    Raises:
+      Misuse: it is none of them.
+    """
+    for each in known:
+        if isinstance(value, str) and each == value:
+            return each
+    raise Misuse(f"{name} must be one of {', '.join(known)}, found {value!r:.80}")
 
 
 def is_utf8(value: str) -> bool:

@@ -13,12 +13,14 @@ from typing import Any, final
 import numpy as np
 from array_record.python import array_record_module
 
+from formats.arguments import checked_path, whole
 from formats.contents import Contents
 from formats.errors import BadRecord, Damaged, Mismatch, Misuse, StoreFailed
 from formats.files import (
     THREADS,
     File,
     Pattern,
+    as_found,
     naming,
     open_binary,
     replacing,
@@ -47,8 +49,8 @@ class ArrayRecordSource(Source):
     """
 
     def __init__(self, files: Sequence[File]) -> None:
-        only_local(files, "ArrayRecord files")
-        self._files = tuple(files)
+        self._files = as_found(files)
+        only_local(self._files, "ArrayRecord files")
         with ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(_count, self._files))
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
@@ -206,9 +208,14 @@ def write_array_record(
     Raises: Misuse for a record that is not bytes, or bad options; NotFound for an absent
     directory; StoreFailed.
     """
-    name = os.fspath(path)
+    name = checked_path("path", path)
+    group_size = whole("group_size", group_size, 1, "records")
     text = ",".join(filter(None, [f"group_size:{group_size}", options]))
     count = 0
+    try:
+        records = iter(records)
+    except TypeError as error:
+        raise Misuse(f"records: wanted several of bytes, found {type(records).__name__}") from error
     with replacing(path) as temporary:
         try:
             writer = array_record_module.ArrayRecordWriter(temporary, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from formats.arguments import checked_path, whole
 from formats.arrow_layout import BadLayout, Layout, checked_rows, is_file, read_layout
 from formats.columns import as_table, convert, first_bad, gather, taken
 from formats.contents import Contents
 from formats.decoded import Decoded
-from formats.errors import BadRecord, Damaged, Misuse, Unsupported
-from formats.files import THREADS, File, Pattern, naming, replacing
+from formats.errors import BadRecord, Damaged, Unsupported
+from formats.files import THREADS, File, Pattern, as_found, naming, replacing
 from formats.mapped import Mapped, only_local
 from formats.projection import Projection, check_schema, told
 from formats.regions import BadRow, Rows, Values, mapped_rows
@@ -65,8 +65,8 @@ class ArrowSource(Source):
         fill_null: Mapping[str, Any] | None = None,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        only_local(files, "Arrow files")
-        self._files = tuple(files)
+        self._files = as_found(files)
+        only_local(self._files, "Arrow files")
         with ThreadPoolExecutor(THREADS) as pool:
             outlines = list(pool.map(outline, self._files))
         schemas = [each.schema for each in outlines]
@@ -76,7 +76,7 @@ class ArrowSource(Source):
         self._starts = np.array([0, *np.cumsum(checked_rows(counts), dtype=np.int64)], np.int64)
         batches = [len(layout.rows) for layout in self._layouts]
         self._first_batches = np.array([0, *np.cumsum(batches)], np.int64)
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = whole("cache_bytes", cache_bytes, 0, "bytes")
         self._contents = Contents(self._files)
         self._start()
 
@@ -321,12 +321,12 @@ def write_arrow(
     Raises: Misuse for columns of different lengths, values that no Arrow type holds, or a batch
     size below 1; NotFound for an absent directory; StoreFailed.
     """
-    if batch_size is not None and batch_size < 1:
-        raise Misuse(f"batch_size={batch_size}: wanted at least 1")
+    if batch_size is not None:
+        batch_size = whole("batch_size", batch_size, 1, "rows")
     table = columns if isinstance(columns, pa.Table) else as_table(columns)
     table = table.unify_dictionaries()  # a file holds one for each column
     with (
-        naming(os.fspath(path), "written"),
+        naming(checked_path("path", path), "written"),
         replacing(path) as temporary,
         pa.ipc.new_file(temporary, table.schema) as writer,
     ):

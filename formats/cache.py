@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from formats.arguments import checked_path
 from formats.arrow import ArrowSource, outline
 from formats.columns import cached_type
 from formats.errors import BadRecord, Damaged, DataError, NotFound, StoreFailed, Unsupported
@@ -116,7 +117,7 @@ class CachedParquetSource(Source):
 
 def cached(source: ParquetSource, directory: Pattern) -> CachedParquetSource:
     """`source` with what is missing in the cache built. See `ParquetSource.cached`."""
-    place = os.path.abspath(os.fspath(directory))
+    place = os.path.abspath(checked_path("cache", directory))
     with naming(place, "made"):
         os.makedirs(place, mode=0o700, exist_ok=True)
     parts = [os.path.join(place, f"{key}.arrow") for key in _keys(source)]

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from formats.arguments import mapping
 from formats.errors import Misuse
 from formats.source import Column
 
@@ -135,7 +136,7 @@ def arrow_array(values: Any) -> pa.Array:
 def as_table(columns: Mapping[str, Any]) -> pa.Table:
     """Columns to write, by name, as `arrow_array` takes them. Raises: Misuse."""
     arrays = {}
-    for name, values in columns.items():
+    for name, values in mapping("columns", columns).items():
         try:
             arrays[name] = arrow_array(values)
         except (pa.ArrowException, TypeError) as error:

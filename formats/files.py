@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 import fsspec
 
+from formats.arguments import checked_path, checked_paths
 from formats.errors import DataError, Misuse, NotFound, StoreFailed, Unsupported
 
 Pattern: TypeAlias = "str | os.PathLike[str]"
@@ -54,24 +55,35 @@ def find(patterns: Pattern | Sequence[Pattern]) -> tuple[File, ...]:
     match a leading dot of a local file; a path that exists is taken literally.
 
     Raises: NotFound for a pattern that matches nothing, saying what is there instead; Misuse for
-    an empty list, or a file that matches twice; StoreFailed; Unsupported for an unknown scheme.
+    an empty list, what is no path or no list of them, or a file that matches twice; StoreFailed;
+    Unsupported for an unknown scheme.
     """
-    given = [patterns] if isinstance(patterns, (str, os.PathLike)) else list(patterns)
+    given = checked_paths("pattern", patterns)
     if not given:
         raise Misuse("no pattern given: an empty list names no files")
-    found: list[tuple[str, int]] = []
+    matched: list[tuple[str, int]] = []
     fixed: list[str] = []
     for pattern in given:
-        place, matches = _matches(os.fspath(pattern))
+        place, matches = _matches(pattern)
         fixed.append(place)
-        found += sorted(matches)
+        matched += sorted(matches)
     seen: set[str] = set()
-    for path, _ in found:
+    for path, _ in matched:
         if path in seen:
-            raise Misuse(f"{path} matches twice in {[os.fspath(p) for p in given]}")
+            raise Misuse(f"{path} matches twice in {given}")
         seen.add(path)
     root = _common(fixed)
-    return tuple(File(path, path[len(root) :].lstrip("/"), size) for path, size in found)
+    return tuple(File(path, path[len(root) :].lstrip("/"), size) for path, size in matched)
+
+
+def as_found(files: object) -> tuple[File, ...]:
+    """What a reader is given, if it is what `find` returns. Raises: Misuse."""
+    if isinstance(files, Sequence) and files and all(isinstance(each, File) for each in files):
+        return tuple(files)
+    raise Misuse(
+        f"files: wanted what formats.files.find(pattern) returns, found {type(files).__name__}"
+        f" {files!r:.80}; formats.open_source(pattern) opens paths"
+    )
 
 
 def open_binary(file: File) -> BinaryIO:
@@ -110,9 +122,11 @@ def replacing(path: Pattern, temporary: str | None = None) -> Iterator[str]:
     temporary: a name in the same directory, of a file that nobody else writes to; a fresh one
         unless given.
 
-    Raises: NotFound when there is no directory for it.
+    Raises: NotFound when there is no directory for it; Misuse for what is no name of a file.
     """
-    target = os.path.abspath(os.fspath(path))
+    target = os.path.abspath(checked_path("path", path))
+    if os.path.isdir(target):
+        raise Misuse(f"path={target}: wanted the name of a file, found a directory")
     directory, name = os.path.split(target)
     if not os.path.isdir(directory):
         raise NotFound(f"{target} cannot be written: there is no directory {directory}")

@@ -73,6 +73,8 @@ def open_source(
     """
     files = find(pattern)
     name = _format(files) if format is None else format
+    if not isinstance(name, str):
+        raise Misuse(f"format={name!r:.80}: wanted one of {', '.join(_OPTIONS)}")
     if name not in _OPTIONS:
         close = difflib.get_close_matches(name, _OPTIONS, n=1)
         guess = f"; did you mean {close[0]!r}?" if close else ""

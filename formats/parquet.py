@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from formats.arguments import checked_path, whole
 from formats.columns import as_table, convert, first_bad, taken
 from formats.contents import Contents
 from formats.decoded import Decoded
-from formats.errors import BadRecord, Damaged, DataError, Mismatch, Misuse, StoreFailed, Unsupported
-from formats.files import THREADS, File, Pattern, naming, open_binary, replacing
+from formats.errors import BadRecord, Damaged, DataError, Mismatch, StoreFailed, Unsupported
+from formats.files import THREADS, File, Pattern, as_found, naming, open_binary, replacing
 from formats.projection import Projection, check_schema, told
 from formats.source import Handles, Source, Spec, as_rows, grouped
 
@@ -71,7 +71,7 @@ class ParquetSource(Source):
         fill_null: Mapping[str, Any] | None = None,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        self.files = tuple(files)
+        self.files = as_found(files)
         with ThreadPoolExecutor(THREADS) as pool:
             footers = list(pool.map(_footer, self.files))
         schemas = [footer.schema for footer in footers]
@@ -84,7 +84,7 @@ class ParquetSource(Source):
         self._groups = np.array([group[:2] for group in groups], np.int64).reshape(-1, 2)
         self._starts = np.concatenate([[0], np.cumsum([g[2] for g in groups])]).astype(np.int64)
         self._file_starts = np.concatenate([[0], np.cumsum([sum(f.rows) for f in footers])])
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = whole("cache_bytes", cache_bytes, 0, "bytes")
         self._contents = Contents(self.files)
         self._start()
 
@@ -321,10 +321,10 @@ def write_parquet(
     Raises: Misuse for columns of different lengths, values that no Arrow type holds, or a row
     group size below 1; NotFound for an absent directory; StoreFailed.
     """
-    if row_group_size is not None and row_group_size < 1:
-        raise Misuse(f"row_group_size={row_group_size}: wanted at least 1")
+    if row_group_size is not None:
+        row_group_size = whole("row_group_size", row_group_size, 1, "rows")
     table = columns if isinstance(columns, pa.Table) else as_table(columns)
-    with replacing(path) as temporary, naming(os.fspath(path), "written"):
+    with replacing(path) as temporary, naming(checked_path("path", path), "written"):
         pq.write_table(table, temporary, row_group_size=row_group_size, write_page_checksum=True)
     return int(table.num_rows)
 

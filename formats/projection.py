@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from formats.arguments import mapping, texts
 from formats.columns import NullFound, describe, fill_scalar, gather, plain_type
 from formats.errors import Damaged, Mismatch, Misuse, Unsupported
 from formats.files import File
@@ -48,7 +49,7 @@ class Projection:
         types = _chosen(files[0], schemas[0], columns)
         _check_same(files, schemas, types, columns)
         described = tuple(describe(name, kind) for name, kind in types.items())
-        given = dict(fill_null or {})
+        given = {} if fill_null is None else mapping("fill_null", fill_null)
         return Projection(types, described, given, _fills(types, described, given))
 
     @property
@@ -57,9 +58,13 @@ class Projection:
         return list(self.types)
 
     def arguments(self, columns: Sequence[str]) -> dict[str, Any]:
-        """What makes a source of the same files and other columns; null is the same in them."""
-        fill = {name: value for name, value in self.fill_null.items() if name in columns}
-        return {"columns": columns, "fill_null": fill}
+        """What makes a source of the same files and other columns; null is the same in them.
+
+        Raises: Misuse for what is no list of names.
+        """
+        names = texts("columns", columns)
+        fill = {name: value for name, value in self.fill_null.items() if name in names}
+        return {"columns": names, "fill_null": fill}
 
     def in_fingerprint(self) -> dict[str, Any]:
         """What a fingerprint says of it."""
@@ -99,14 +104,11 @@ def _list_sizes(kind: pa.DataType, outer: int) -> Iterator[int]:
 def _chosen(file: File, schema: pa.Schema, columns: Sequence[str] | None) -> dict[str, pa.DataType]:
     """Name to Arrow type of the columns to read. Raises: Misuse."""
     names = schema.names
-    if isinstance(columns, str):
-        raise Misuse(f"columns={columns!r}: wanted a list of names, [{columns!r}]")
-    if columns is None:
-        columns = names
+    columns = names if columns is None else texts("columns", columns)
     if not columns:
         raise Misuse(f"no columns to read; {file.path} has {', '.join(names) or 'none'}")
     if len(set(columns)) < len(columns):
-        raise Misuse(f"columns={list(columns)} names a column twice")
+        raise Misuse(f"columns={columns} names a column twice")
     for name in columns:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)

@@ -121,14 +121,14 @@ class Source(abc.ABC):
 
     def __getitem__(self, index: int) -> Any:
         """One record: bytes, or a dict of one value per column. Negative numbers are refused."""
-        batch = self.read(np.array([index], np.int64))
+        batch = self.read(np.array([_number(index)], np.int64))
         if isinstance(batch, dict):
             return {name: column[0] for name, column in batch.items()}
         return batch[0]
 
     def _getitems(self, indices: Sequence[int]) -> list[Any]:
         """Records by one call: Grain asks for this name where it reads batches."""
-        batch = self.read(np.asarray(indices, np.int64))
+        batch = self.read(np.asarray(indices, None if len(indices) else np.int64))
         if isinstance(batch, dict):
             rows = zip(*batch.values(), strict=True)
             return [dict(zip(batch, row, strict=True)) for row in rows]
@@ -216,7 +216,10 @@ def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
 
     Raises: Misuse for anything but a one-dimensional sequence of integers; OutOfRange.
     """
-    rows = np.asarray(indices)
+    try:
+        rows = np.asarray(indices)
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"read wants a one-dimensional sequence of integers ({error})") from error
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
         raise Misuse(
             f"read wants a one-dimensional sequence of integers, found {rows.dtype}"
@@ -228,6 +231,15 @@ def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
         there = f"has records 0 to {length - 1}" if length else "has no records"
         raise OutOfRange(f"record {bad} asked for, the source {there}")
     return rows
+
+
+def _number(index: object) -> int:
+    """The number of a record. Raises: Misuse; OutOfRange for one that no source has."""
+    if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+        raise Misuse(f"the number of a record is an integer, found {index!r:.80}")
+    if not 0 <= index < 1 << 62:
+        raise OutOfRange(f"record {index!r:.80} asked for: they are numbered from 0 to their end")
+    return int(index)
 
 
 def grouped(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -11,9 +11,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import DTypeLike
 
+from formats.arguments import whole
 from formats.contents import Contents
 from formats.errors import Damaged, Mismatch, Misuse, Unsupported
-from formats.files import File, naming, open_binary
+from formats.files import File, as_found, naming, open_binary
 from formats.mapped import Joined, Mapped, only_local
 from formats.source import Column, Handles, Source, Spec, as_rows, grouped, open_files
 
@@ -65,13 +66,11 @@ class TokenSource(Source):
         dtype: DTypeLike | None = None,
         header_bytes: int = 0,
     ) -> None:
-        only_local(files, "token files")
-        self._files = tuple(files)
-        self._window = _positive("window", window)
-        self._stride = self._window if stride is None else _positive("stride", stride)
-        self._header_bytes = header_bytes
-        if header_bytes < 0:
-            raise Misuse(f"header_bytes={header_bytes}: wanted 0 or more")
+        self._files = as_found(files)
+        only_local(self._files, "token files")
+        self._window = whole("window", window, 1, "tokens")
+        self._stride = self._window if stride is None else whole("stride", stride, 1, "tokens")
+        self._header_bytes = whole("header_bytes", header_bytes, 0, "bytes")
         wanted = None if dtype is None else _token_dtype(dtype)
         self._tokens = tuple(self._look(file, wanted) for file in self._files)
         self._dtype = np.dtype(self._tokens[0].dtype)
@@ -209,17 +208,11 @@ def _block(size_bytes: int) -> np.dtype:
     return np.dtype((np.void, size_bytes))
 
 
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise Misuse(f"{name}={value!r}: wanted a number of tokens, at least 1")
-    return int(value)
-
-
 def _token_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         found = np.dtype(dtype)
-    except TypeError as error:
-        raise Misuse(f"dtype={dtype!r} is no NumPy dtype ({error})") from error
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"dtype={dtype!r:.80} is no NumPy dtype ({error})") from error
     if found.name not in _DTYPES or not found.isnative:
         raise Misuse(f"dtype={dtype!r}: wanted one of {', '.join(_DTYPES)}, little-endian")
     return found

@@ -19,7 +19,7 @@ NOT_RANGES = [
     (1.5, "found 1.5"),
     ((8, 12), r"a range is a pair \(start, stop\), found 8"),
     (range(3), "found 0"),
-    ("ab", "found 'a'"),
+    ("ab", "found 'ab'"),
     ([5], "found 5"),
     ([None], "found None"),
     (["ab"], "start of a range must be an integer.* found 'a'"),

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from datapipe.integers import LIMIT, integer
-from formats.errors import BadRecord, Damaged, DataError, Misuse
+from datapipe.texts import one_of
+from formats.errors import BadRecord, Damaged, DataError
 
 OnBadRecord = Literal["raise", "replace"]
-_POLICIES: Final = ("raise", "replace")
+_POLICIES: Final[tuple[OnBadRecord, ...]] = ("raise", "replace")
 _NAMED: Final = 3  # bad records that the error about too many of them describes
 
 
@@ -35,10 +36,7 @@ class Tolerance:
     limit: int = 100
 
     def __post_init__(self) -> None:
-        if self.policy not in _POLICIES:
-            raise Misuse(
-                f"on_bad_record must be one of {', '.join(_POLICIES)}, found {self.policy!r}"
-            )
+        object.__setattr__(self, "policy", one_of("on_bad_record", self.policy, _POLICIES))
         limit = integer("bad_record_limit", self.limit, 0, LIMIT)
         object.__setattr__(self, "limit", limit)
 

@@ -21,6 +21,7 @@ from datapipe.order.block_shuffle import Blocks
 from datapipe.order.mixture import Mixture
 from datapipe.order.rows import Rows
 from datapipe.order.streams import SHUFFLES, Shuffle, Stream, Stretch
+from datapipe.texts import one_of
 from formats.errors import Misuse
 
 
@@ -87,8 +88,7 @@ class Examples:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", integer("seed", self.seed, 0, (1 << 64) - 1))
-        if self.shuffle not in SHUFFLES:
-            raise Misuse(f"shuffle must be one of {', '.join(SHUFFLES)}, found {self.shuffle!r}")
+        object.__setattr__(self, "shuffle", one_of("shuffle", self.shuffle, SHUFFLES))
         if self.epochs is not None:
             object.__setattr__(self, "epochs", integer("epochs", self.epochs, 1, LIMIT))
         if not self.segments or self.segments[0].first != 0:

@@ -150,7 +150,10 @@ def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:
     Raises:
       Misuse: not integers, or one is outside [0, n).
     """
-    given = np.asarray(indices)
+    try:
+        given = np.asarray(indices)
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"indices must be integers ({error})") from error
     if given.size and given.dtype.kind not in "iu":
         raise Misuse(f"indices must be integers, found dtype {given.dtype}")
     values = np.array(given, dtype=np.int64, order="C", copy=True)

@@ -17,7 +17,7 @@ the batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
@@ -29,10 +29,13 @@ from datapipe.integers import LIMIT, integer
 from datapipe.order.epoch_bounds import EpochBounds
 from datapipe.order.examples import Examples
 from datapipe.order.lasting_skips import lasting_skips
+from datapipe.order.permute import fresh_indices
 from datapipe.order.ranks import Ranks
 from datapipe.order.rows import Rows
-from datapipe.order.skips import Excluded, Skips
+from datapipe.order.skips import Excluded, Skips, checked_range, listed
 from datapipe.order.streams import Shuffle
+from datapipe.texts import one_of
+from formats.arguments import truth
 from formats.errors import Misuse
 
 VERSION: Final = 1  # of the order of records: saved in states
@@ -89,10 +92,12 @@ class Plan:
     def __post_init__(self) -> None:
         size = integer("batch_size", self.batch_size, 1, LIMIT)
         object.__setattr__(self, "batch_size", size)
-        if self.remainder not in REMAINDERS:
-            raise Misuse(
-                f"remainder must be one of {', '.join(REMAINDERS)}, found {self.remainder!r}"
-            )
+        object.__setattr__(self, "remainder", one_of("remainder", self.remainder, REMAINDERS))
+        object.__setattr__(self, "skip_records", truth("skip_records", self.skip_records))
+        if not isinstance(self.order, Examples):
+            raise Misuse(f"order: wanted Examples, found {self.order!r:.80}")
+        if not isinstance(self.skips, tuple) or not all(isinstance(s, Skips) for s in self.skips):
+            raise Misuse(f"skips: wanted a tuple of Skips, found {self.skips!r:.80}")
         sources = self.order.source_count
         if self.remainder != "carry" and sources > 1:
             raise Misuse(
@@ -128,7 +133,7 @@ class Plan:
           Misuse: a range is none, or of a source that there is not.
         """
         more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
-        for source, start, stop in map(_parted, _each(addresses)):
+        for source, start, stop in map(_parted, listed(addresses)):
             if source >= len(more):
                 raise Misuse(
                     f"a skip of source {source}, here are {len(more)}: a source of which examples "
@@ -140,7 +145,7 @@ class Plan:
 
     def present(self, addresses: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """The ranges of the sources there are: others may come in later."""
-        return [each for each in _each(addresses) if _parted(each)[0] < self.order.source_count]
+        return [each for each in listed(addresses) if _parted(each)[0] < self.order.source_count]
 
     # -- forwards ------------------------------------------------------------------------------
 
@@ -150,10 +155,8 @@ class Plan:
         Raises:
           Misuse: no position of this plan.
         """
-        if self.order.epochs is None:
-            self._position(next_example)
-            return None
-        return self._batches_after(next_example)
+        next_example = self._position(next_example)
+        return None if self.order.epochs is None else self._batches_after(next_example)
 
     def examples(self, next_example: int, batches: int = 1) -> list[NDArray[np.int64]]:
         """The examples of each of the next batches, in order; fewer batches at the end.
@@ -163,7 +166,8 @@ class Plan:
         Raises:
           Misuse: no position of this plan.
         """
-        bounds = self._bounds(next_example, 0, batches)
+        batches = integer("batches", batches, 0, LIMIT)
+        bounds = self._bounds(self._position(next_example), 0, batches)
         found: list[NDArray[np.int64]] = []
         for first, last in _united(bounds):  # one batch behind the other: all at once
             whole = self._ranks.examples(first, last)
@@ -178,18 +182,20 @@ class Plan:
         Raises:
           Misuse: no position of this plan, or no number of batches.
         """
-        integer("batches", batches, 0, LIMIT)
-        if batches == 0:
-            return next_example
-        batches = self._at_most(next_example, batches)
+        next_example = self._position(next_example)
+        batches = self._at_most(next_example, integer("batches", batches, 0, LIMIT))
         if batches == 0:
             return next_example
         ((_, stop),) = self._bounds(next_example, batches - 1, batches)
         return self._ranks.select(stop - 1) + 1
 
     def locate(self, examples: NDArray[np.int64]) -> Rows:
-        """Source, epoch and item of each example, of any shape; examples are not checked."""
-        return self.order.locate(examples)
+        """Source, epoch and item of each example, of any shape.
+
+        Raises:
+          Misuse: there is no such example.
+        """
+        return self.order.locate(fresh_indices(examples, self.end))
 
     def records(self, batches: int | range) -> NDArray[np.int64]:
         """The record numbers that batches hold, counted from example 0, row by row; int64[rows].
@@ -215,17 +221,22 @@ class Plan:
         Raises:
           Misuse: no position of this plan, or `stop` is below `first`.
         """
-        integer("first", first, 0, LIMIT)
-        integer("stop", stop, first, LIMIT)
+        next_example = self._position(next_example)
+        first = integer("first", first, 0, LIMIT)
+        stop = integer("stop", stop, first, LIMIT)
         found: list[tuple[int, int]] = []
         for start_rank, stop_rank in self._stretches(next_example, first, stop):
             found += self._ranks.ranges(start_rank, stop_rank)
         return found
 
     def addresses(self, examples: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Ranges of examples as ranges of addresses: to skip these is to skip those."""
+        """Ranges of examples as ranges of addresses: to skip these is to skip those.
+
+        Raises:
+          Misuse: a range is none.
+        """
         found = []
-        for start, stop in examples:
+        for start, stop in map(checked_range, listed(examples)):
             for source, (first, last) in enumerate(
                 zip(self.order.ordinals(start), self.order.ordinals(stop), strict=True)
             ):
@@ -239,8 +250,8 @@ class Plan:
         Raises:
           Misuse: a number is below 0.
         """
-        integer("batch", batch, 0, LIMIT)
-        integer("count", count, 0, LIMIT)
+        batch = integer("batch", batch, 0, LIMIT)
+        count = integer("count", count, 0, LIMIT)
         found: list[BatchPlan] = []
         for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
             rows = self.locate(self._ranks.examples(*ranks))
@@ -262,13 +273,15 @@ class Plan:
         Raises:
           Misuse: no such item; or the plan has no end and `epochs` is not given.
         """
-        integer("source", source, 0, self.order.source_count - 1)
+        source = integer("source", source, 0, self.order.source_count - 1)
         stream = self.order.streams[source]
-        integer("an item", item, 0, stream.items - 1)
+        item = integer("an item", item, 0, stream.items - 1)
         if epochs is None:
             if self.order.epochs is None:
                 raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
             epochs = range(self.order.epochs)
+        if not isinstance(epochs, range):
+            raise Misuse(f"epochs: wanted a range, such as range(3), found {epochs!r:.80}")
         last = stream.epoch_of(LIMIT) if self.order.epochs is None else self.order.epochs
         found = set()
         within = range(max(0, epochs.start), min(last, epochs.stop), epochs.step)
@@ -308,11 +321,10 @@ class Plan:
         (stream,), (skips,), (excluded,) = self.order.streams, self.skips, self._excluded
         return EpochBounds(stream, skips, excluded, self.batch_size, short, self.order.epochs)
 
-    def _position(self, next_example: int) -> None:
-        integer("an example", next_example, 0, self.end)
+    def _position(self, next_example: int) -> int:
+        return integer("an example", next_example, 0, self.end)
 
     def _batches_after(self, next_example: int) -> int:
-        self._position(next_example)
         if self._by_epoch is None:
             return (self._ranks.rank(self.end) - self._ranks.rank(next_example)) // self.batch_size
         if next_example == self.end:
@@ -324,7 +336,6 @@ class Plan:
     def _at_most(self, next_example: int, wanted: int) -> int:
         """So many batches, or as many as there are after a position."""
         if self._by_epoch is None:
-            self._position(next_example)
             # Far from the end it need not be known how much is left out until there.
             needed = self._ranks.rank(next_example) + wanted * self.batch_size
             if needed <= self._floor:
@@ -394,21 +405,12 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _each(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    try:
-        return iter(ranges)
-    except TypeError as error:
-        raise Misuse(
-            f"ranges are a list of pairs (start, stop), such as [(8, 12)], found {ranges!r}"
-        ) from error
-
-
 def _parted(addresses: tuple[int, int]) -> tuple[int, int, int]:
     """Source and ordinals of a range of addresses."""
     try:
         start, stop = addresses
     except (TypeError, ValueError) as error:
-        raise Misuse(f"a range is a pair (start, stop), found {addresses!r}") from error
+        raise Misuse(f"a range is a pair (start, stop), found {addresses!r:.80}") from error
     start = integer("start of a range", start, 0, LIMIT << 10)
     stop = integer("stop of a range", stop, start, LIMIT << 10)
     source = start // LIMIT

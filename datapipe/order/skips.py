@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class Skips:
 
     def union(self, ranges: Iterable[tuple[int, int]]) -> Skips:
         """These and `ranges` together; see `of`."""
-        pairs = [pair for pair in map(_range, ranges) if pair[0] < pair[1]]
+        pairs = [pair for pair in map(checked_range, listed(ranges)) if pair[0] < pair[1]]
         merged: list[tuple[int, int]] = []
         for start, stop in sorted([*self.ranges, *pairs]):
             if merged and start <= merged[-1][1]:
@@ -121,10 +121,24 @@ class Skips:
         return self._starts - self._before[:-1]
 
 
-def _range(given: tuple[int, int]) -> tuple[int, int]:
+def listed(ranges: Iterable[Any]) -> list[Any]:
+    """Several ranges, as they are. Raises Misuse: it is nothing of that kind."""
+    try:
+        found = iter(ranges)
+    except TypeError:
+        found = None
+    if found is None or isinstance(ranges, str | bytes | Mapping):
+        raise Misuse(
+            f"ranges are a list of pairs (start, stop), such as [(8, 12)], found {ranges!r:.80}"
+        )
+    return list(found)
+
+
+def checked_range(given: tuple[int, int]) -> tuple[int, int]:
+    """A range of examples, 0 to 2^62. Raises Misuse: it is none."""
     try:
         start, stop = given
     except (TypeError, ValueError) as error:
-        raise Misuse(f"a range is a pair (start, stop) of examples, found {given!r}") from error
+        raise Misuse(f"a range is a pair (start, stop) of examples, found {given!r:.80}") from error
     start = integer("start of a range", start, 0, LIMIT)
     return start, integer("stop of a range", stop, start, LIMIT)

@@ -22,7 +22,7 @@ from datapipe.order.permute import Identity, Order, Permutation
 from formats.errors import Misuse
 
 Shuffle = Literal["global", "blocks", "grain", "none"]
-SHUFFLES: Final = ("global", "blocks", "grain", "none")
+SHUFFLES: Final[tuple[Shuffle, ...]] = ("global", "blocks", "grain", "none")
 
 
 _BLOCK: Final = 1 << 15  # positions that are worked out together: few at a time cost a multiple

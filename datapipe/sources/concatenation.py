@@ -21,14 +21,14 @@ from datapipe.integers import LIMIT, integer
 from datapipe.order.permute import Order, fresh_indices
 from datapipe.sources.indexes import Lengths
 from datapipe.sources.pieces import Pieces, checked_capacity, ranges
-from formats.errors import Misuse
+from datapipe.texts import one_of
 
 VERSION: Final = 1  # of what rows hold: part of the fingerprint
 BLOCK: Final = 4096
 
 Remainder = Literal["drop", "keep"]
 
-_REMAINDERS: Final = ("drop", "keep")
+_REMAINDERS: Final[tuple[Remainder, ...]] = ("drop", "keep")
 _CHUNK: Final = 256 * BLOCK  # documents looked at together while an index is built
 _EPOCHS: Final = 2  # indexes that are held: a window of batches may lie across a border
 
@@ -152,8 +152,7 @@ class Concatenation:
         orders: Callable[[int], Order],
         remainder: Remainder = "drop",
     ) -> None:
-        if remainder not in _REMAINDERS:
-            raise Misuse(f"remainder must be one of {', '.join(_REMAINDERS)}, found {remainder!r}")
+        remainder = one_of("remainder", remainder, _REMAINDERS)
         self.lengths = lengths
         self.capacity = checked_capacity(capacity)
         self.orders = orders

@@ -48,6 +48,12 @@ class Kept:
     records: int
     stored: Stored | None = None
 
+    def __post_init__(self) -> None:
+        ids = self.ids
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
+            raise Misuse(f"Kept.ids: wanted int64[k], found {ids!r:.80}; build it by Kept.of_ids")
+        object.__setattr__(self, "records", integer("Kept.records", self.records, 0, LIMIT))
+
     @staticmethod
     def of_mask(mask: ArrayLike) -> Kept:
         """From bool[records]: true where the record is kept.
@@ -55,7 +61,10 @@ class Kept:
         Raises:
           Misuse: not one dimension of booleans.
         """
-        given = np.asarray(mask)
+        try:
+            given = np.asarray(mask)
+        except (TypeError, ValueError) as error:
+            raise Misuse(f"a mask has one boolean per record ({error})") from error
         if given.ndim != 1 or given.dtype != np.bool_:
             raise Misuse(
                 f"a mask has one boolean per record, found {given.dtype} of shape "
@@ -160,7 +169,10 @@ class Lengths:
         Raises:
           Misuse: they are not, one is below 0, or they are 2^61 tokens or more together.
         """
-        given = np.asarray(tokens)
+        try:
+            given = np.asarray(tokens)
+        except (TypeError, ValueError) as error:
+            raise Misuse(f"lengths are one integer for each document ({error})") from error
         _check_lengths(given)
         fits = not given.size or given.max() <= np.iinfo(np.int32).max
         found: NDArray[np.integer[Any]] = given.astype(np.int32 if fits else np.int64)

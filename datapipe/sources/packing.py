@@ -23,6 +23,7 @@ from datapipe.sources.fitting import STRATEGIES, Strategy, openers
 from datapipe.sources.indexes import Lengths
 from datapipe.sources.pieces import Pieces, checked_capacity, ranges
 from datapipe.sources.sidecar import Sidecar, Stored
+from datapipe.texts import one_of
 from formats.errors import Damaged, Mismatch, Misuse
 from formats.files import Pattern
 from formats.source import json_digest
@@ -55,10 +56,8 @@ class Packed:
         lengths: Lengths, capacity: int, window: int, strategy: Strategy, oversize: Oversize
     ) -> Packed:
         """Checks them; see `pack`. Raises Misuse."""
-        if strategy not in STRATEGIES:
-            raise Misuse(f"strategy must be one of {', '.join(STRATEGIES)}, found {strategy!r}")
-        if oversize not in _OVERSIZE:
-            raise Misuse(f"oversize must be one of {', '.join(_OVERSIZE)}, found {oversize!r}")
+        one_of("strategy", strategy, STRATEGIES)
+        one_of("oversize", oversize, _OVERSIZE)
         return Packed(
             lengths.digest,
             len(lengths),

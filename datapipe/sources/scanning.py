@@ -51,9 +51,12 @@ class Where:
     value: Any
 
     def __post_init__(self) -> None:
-        if self.operator not in _COMPARE:
+        if not isinstance(self.column, str):
+            raise Misuse(f"column: wanted the name of one, found {self.column!r:.80}")
+        if not isinstance(self.operator, str) or self.operator not in _COMPARE:
             raise Misuse(f"operator: wanted one of {', '.join(_COMPARE)}, found {self.operator!r}")
         has_many = hasattr(self.value, "__iter__") and not isinstance(self.value, str | bytes)
+        has_many = has_many and getattr(self.value, "ndim", 1) > 0  # NumPy's scalars in arrays
         wants_many = self.operator in ("in", "not in")
         if has_many != wants_many:
             wanted = "a list of values" if wants_many else "one value"
@@ -100,6 +103,8 @@ class Where:
                 if dtype.kind in "US":
                     one = np.asarray(value)
                     fits = one.ndim == 0 and one.dtype.kind == dtype.kind
+                elif isinstance(value, complex | np.complexfloating) and dtype.kind != "c":
+                    fits = False
                 else:
                     with np.errstate(all="ignore"):  # what does not fit is told below
                         one = np.asarray(value).astype(dtype)

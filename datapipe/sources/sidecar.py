@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from formats.arguments import checked_path
 from formats.errors import Damaged, Mismatch, Misuse, NotFound
 from formats.files import Pattern, naming, replacing
 from formats.source import canonical_json
@@ -93,7 +94,7 @@ def write(path: Pattern, index: Sidecar) -> None:
     if len(head) > _HEADER_LIMIT_BYTES - _ALIGNED_BYTES:
         raise Misuse(f"a header of {len(head)} bytes, {_HEADER_LIMIT_BYTES} are the limit")
     head += b" " * (-(len(head) + 16) % _ALIGNED_BYTES)
-    with naming(os.fspath(path), "written"), replacing(path) as temporary:
+    with naming(checked_path("path", path), "written"), replacing(path) as temporary:
         _write(temporary, head, flat)
 
 
@@ -105,14 +106,13 @@ def read(path: Pattern, kind: str, version: int) -> Sidecar:
       Damaged: it is no index, or not as it was written.
       Mismatch: it is an index of another kind or version.
     """
-    index, header = _mapped(os.path.abspath(os.fspath(path)), kind, version)
+    path = checked_path("path", path)
+    index, header = _mapped(os.path.abspath(path), kind, version)
     found = _digest({name: header[name] for name in header if name != "digest"})
     for array in index.arrays.values():
         found.update(array.data)
     if found.hexdigest() != header["digest"]:
-        raise Damaged(
-            f"{os.fspath(path)} is not as it was written: its digest differs; build it again"
-        )
+        raise Damaged(f"{path} is not as it was written: its digest differs; build it again")
     return index
 
 

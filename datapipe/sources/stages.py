@@ -22,6 +22,7 @@ from datapipe.sources.indexes import Kept, Lengths
 from datapipe.sources.packing import Bins, Oversize, Packed, Strategy, pack
 from datapipe.sources.scanning import Values, Where, answers, meeting_all, narrowed
 from datapipe.sources.views import ConcatenatedRows, Filtered, PackedRows
+from formats.arguments import checked_path
 from formats.errors import Misuse
 from formats.files import Pattern
 
@@ -65,6 +66,11 @@ class Pack:
     pad: int = 0
     index: Pattern | None = None
 
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.index is not None:
+            checked_path("index", self.index)
+
 
 @dataclass(frozen=True, eq=False)
 class Concatenate:
@@ -86,6 +92,23 @@ class Concatenate:
     dtype: str | None = None
     remainder: RowRemainder = "drop"
     pad: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def _check(given: Pack | Concatenate) -> None:
+    """Raises Misuse: an argument is of another kind. Whether it is in range, is asked later."""
+    if not isinstance(given.tokens, str):
+        raise Misuse(f"tokens: wanted the name of a column, found {given.tokens!r:.80}")
+    if isinstance(given.lengths, str | bytes | os.PathLike):
+        checked_path("lengths", given.lengths)
+    try:
+        np.dtype(given.dtype)
+    except (TypeError, ValueError) as error:
+        raise Misuse(
+            f"dtype: wanted integers such as 'uint16', found {given.dtype!r:.80}"
+        ) from error
 
 
 Filter: TypeAlias = "Kept | Where | Sequence[Where] | Pattern"
@@ -143,7 +166,7 @@ def _indexes(
     if isinstance(filter, Kept):
         kept = filter
     elif isinstance(filter, str | os.PathLike):
-        kept = Kept.load(filter, source)
+        kept = Kept.load(checked_path("filter", filter), source)
     if pack is None:
         return kept, None
     return kept, _lengths(source, pack.lengths) if column is None else _of_column(column, found[-1])
