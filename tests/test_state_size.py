@@ -43,12 +43,17 @@ class Many(Verbose):
         super().__init__(10**9)
 
 
-@pytest.mark.parametrize("skip_records", [False, True])
+@pytest.mark.parametrize(("skip_records", "remainder"), [(False, "carry"), (True, "keep")])
 @pytest.mark.parametrize("shuffle", ["global", "blocks"])
 @pytest.mark.parametrize("skips", [0, 1, 1000])
-def test_a_state_is_a_kilobyte_and_16_bytes_a_skip(skips, shuffle, skip_records):
+def test_a_state_is_a_kilobyte_and_16_bytes_a_skip(skips, shuffle, skip_records, remainder):
     pipe = Pipeline(
-        Many(), batch_size=256, seed=2**64 - 1, shuffle=shuffle, skip_records=skip_records
+        Many(),
+        batch_size=256,
+        seed=2**64 - 1,
+        shuffle=shuffle,
+        skip_records=skip_records,
+        remainder=remainder,
     )
     pipe = pipe.map(len, version="v" * 32).random_map(max, version="2")
     rng = np.random.default_rng(7)
