@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,7 +27,9 @@ from datapipe.order.rows import Rows
 from formats.errors import BadRecord
 
 AT_ONCE_S: Final = 2e-3
-"""A window that is read in less time costs a trainer less than a thread to read it would."""
+"""A window that takes less of the processor costs a trainer less than a thread to read it would."""
+_WAITED: Final = 5
+"""So many times as long it may take by the clock: threads wait for each other, too."""
 
 
 class Window:
@@ -57,7 +60,7 @@ class Window:
         self._examples = plan.examples(next_example, count)
         self._lock = threading.Lock()
         self._shares: list[tuple[Rows, Readable | None]] | None = None
-        self._read_s = float("inf")
+        self._is_quick = False
 
     @property
     def count(self) -> int:
@@ -77,7 +80,7 @@ class Window:
     @property
     def was_quick(self) -> bool:
         """Whether all of it was made in less time than a thread is worth."""
-        return self._read_s < AT_ONCE_S and self._recipe.only_reads
+        return self._is_quick and self._recipe.only_reads
 
     def batch(self, index: int) -> Made:
         """Batch `index` of the window; to be asked for once, since its arrays are handed out.
@@ -88,9 +91,11 @@ class Window:
         cost = Cost()
         with self._lock:
             if self._shares is None:
+                begun = time.thread_time()
                 with cost.of("reading"):
                     self._shares = self._read()
-                self._read_s = cost.reading_s
+                worked_s = time.thread_time() - begun
+                self._is_quick = worked_s < AT_ONCE_S and cost.reading_s < _WAITED * AT_ONCE_S
         planned, done = self._shares[index]
         try:
             return make(self._recipe, planned, self._replaced, done, cost)
