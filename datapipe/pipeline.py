@@ -131,7 +131,7 @@ class Pipeline:
                 seed = integer("seed", self.seed, 0, (1 << 64) - 1)
                 views[name] = view.shuffled(self._order, seed, number, self._window)
         ordered = {isinstance(view, OrderedSource) for view in views.values()}
-        if self.shuffle and len(ordered) > 1:
+        if self._order != "none" and len(ordered) > 1:
             raise Misuse(
                 "pack: Concatenate is for all sources or none, since it follows the shuffle: give "
                 f"it for each of {', '.join(views)}"
@@ -274,6 +274,9 @@ class Pipeline:
         Args:
           batches: counted from example 0, as by `plan.records`.
           plan: that of an iterator, where examples are skipped.
+
+        Raises:
+          Misuse: no such batches; or `plan` belongs to another pipeline.
         """
         return held(tuple(self.sources.values()), self._or_own(plan).rows(batches))
 
@@ -296,27 +299,28 @@ class Pipeline:
           plan: that of an iterator, where examples are skipped.
 
         Raises:
-          Misuse: no such record, token or source; or the plan has no end and `epochs` is missing.
+          Misuse: no such record, token or source; the plan has no end and `epochs` is missing; or
+            `plan` belongs to another pipeline.
         """
         names = list(self.sources)
         if source is None and len(names) == 1:
             source = names[0]
         source = one_of("source", source, names)
-        if epochs is None:
-            if self.epochs is None:
-                raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
-            epochs = range(self.epochs)
-        view = self.sources[source]
-        if not isinstance(epochs, range):
-            raise Misuse(f"epochs: wanted a range, such as range(3), found {epochs!r:.80}")
-        number = names.index(source)
-        return holding(view, number, record, token, epochs, self._or_own(plan))
+        plan, number = self._or_own(plan), names.index(source)
+        asked = plan.epochs_within(number, epochs)
+        return holding(self.sources[source], number, record, token, asked, plan)
 
     def _or_own(self, plan: Plan | None) -> Plan:
         if plan is None:
             return self.plan
         if not isinstance(plan, Plan):
             raise Misuse(f"plan: wanted that of an iterator, found {plan!r:.80}")
+        wanted, found = (each.order.segments[-1].items for each in (self.plan, plan))
+        if found != wanted:
+            raise Misuse(
+                f"plan: wanted one of this pipeline, whose sources have {wanted} items, found one "
+                f"of {found} items"
+            )
         return plan
 
     # -- iterating -----------------------------------------------------------------------------

@@ -276,16 +276,8 @@ class Plan:
         source = integer("source", source, 0, self.order.source_count - 1)
         stream = self.order.streams[source]
         item = integer("an item", item, 0, stream.items - 1)
-        if epochs is None:
-            if self.order.epochs is None:
-                raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
-            epochs = range(self.order.epochs)
-        if not isinstance(epochs, range):
-            raise Misuse(f"epochs: wanted a range, such as range(3), found {epochs!r:.80}")
-        last = stream.epoch_of(LIMIT) if self.order.epochs is None else self.order.epochs
         found = set()
-        within = range(max(0, epochs.start), min(last, epochs.stop), epochs.step)
-        for ordinal in stream.ordinals(item, within):
+        for ordinal in stream.ordinals(item, self.epochs_within(source, epochs)):
             example = self.order.example(source, ordinal)
             if example is None or example >= self.end:
                 continue
@@ -295,6 +287,25 @@ class Plan:
             if batch is not None:
                 found.add(batch)
         return tuple(sorted(found))
+
+    def epochs_within(self, source: int, epochs: range | None) -> range:
+        """Those of `epochs` that a source has, ascending; None: all of them.
+
+        Raises:
+          Misuse: `epochs` is no range; or it is None and the plan has no end.
+        """
+        end = self.order.epochs
+        if epochs is None:
+            if end is None:
+                raise Misuse("the plan has no end: say which epochs, such as epochs=range(3)")
+            return range(end)
+        if not isinstance(epochs, range):
+            raise Misuse(f"epochs: wanted a range, such as range(3), found {epochs!r:.80}")
+        if end is None:
+            end = self.order.streams[source].epoch_of(LIMIT)
+        rising = epochs if epochs.step > 0 else epochs[::-1]
+        first = rising.start if rising.start >= 0 else rising.start % rising.step
+        return range(first, min(rising.stop, end), rising.step)
 
     # -- batches as ranks ------------------------------------------------------------------------
 
