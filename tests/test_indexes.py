@@ -10,7 +10,6 @@ import pytest
 from document_source import Documents
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_source import Records
 from turning_source import Turning
 
 import formats
@@ -30,7 +29,7 @@ from datapipe.sources import sidecar
 from datapipe.sources.documents import Documents as Packable
 from datapipe.sources.indexes import VERSION, Lengths
 from datapipe.sources.origin import Origin
-from datapipe.sources.scanning import batches, column_of, kept_where
+from datapipe.sources.scanning import Values, answers
 from datapipe.sources.sidecar import Sidecar
 
 LENGTHS = [5, 0, 17, 3, 8]
@@ -63,91 +62,6 @@ def test_what_is_no_list_of_ids(ids):
         Kept.of_ids(ids, 5)
 
 
-BATCH = {
-    "n": np.array([1, 2, 3, 4]),
-    "text": ["a", None, "b", "a"],
-    "wide": np.zeros((4, 2)),
-    "ragged": [np.arange(2)] * 4,
-}
-
-
-@pytest.mark.parametrize(
-    ("condition", "wanted"),
-    [
-        (("n", "==", 2), [0, 1, 0, 0]),
-        (("n", "!=", 2), [1, 0, 1, 1]),
-        (("n", "<", 2), [1, 0, 0, 0]),
-        (("n", "<=", 2), [1, 1, 0, 0]),
-        (("n", ">", 2.5), [0, 0, 1, 1]),
-        (("n", ">=", 3), [0, 0, 1, 1]),
-        (("n", "in", {2, 4, 9}), [0, 1, 0, 1]),
-        (("n", "not in", range(1, 3)), [0, 0, 1, 1]),
-        (("text", "==", "a"), [1, 0, 0, 1]),
-        (("text", "!=", "a"), [0, 0, 1, 0]),
-        (("text", "in", ["b", "c"]), [0, 0, 1, 0]),
-        (("text", "not in", ["b", "c"]), [1, 0, 0, 1]),
-    ],
-)
-def test_conditions(condition, wanted):
-    found = Where(*condition)(BATCH)
-    assert found.dtype == np.bool_
-    assert found.tolist() == [bool(each) for each in wanted]
-
-
-@pytest.mark.parametrize(
-    ("condition", "told"),
-    [
-        (("n", "=", 2), "operator: wanted one of ==, !=, "),
-        (("text", "in", "ab"), "in: wanted a list of values, found 'ab'"),
-        (("n", "in", 3), "in: wanted a list of values, found 3"),
-        (("m", "<", 2), "no column 'm', the source has n, text, wide, ragged"),
-        (("text", "<", 2), "column 'text' <: "),
-        (("n", "<", "x"), "column 'n'"),
-        (("n", "<", [1, 2]), "<: wanted one value, found [1, 2]"),
-        (("ragged", "<", 2), "column 'ragged' <: "),
-        (("wide", "<", 2), "column 'wide' has (2,) values a record"),
-    ],
-)
-def test_conditions_that_make_no_sense(condition, told):
-    with pytest.raises(Misuse) as caught:
-        Where(*condition)(BATCH)
-    assert told in str(caught.value)
-
-
-def test_several_conditions_must_all_hold():
-    source = Documents([3] * 25000)
-    kept = kept_where(source, [Where("score", ">", 3), Where("score", "not in", [7])])
-    assert kept.ids.tolist() == [d for d in range(25000) if d % 10 in (4, 5, 6, 8, 9)]
-    assert [len(call) for call in source.calls] == [64, 512, 4096, 8192, 8192, 3944]
-
-
-def test_large_records_are_read_few_at_a_time():
-    class Large(Records):
-        def read(self, indices):
-            self.calls.append(indices)
-            return [bytes(2 << 20)] * len(indices)
-
-    source = Large(200)
-    assert [first for first, _ in batches(source)] == [0, 64, 96, 128, 160, 192]
-
-
-@pytest.mark.parametrize("value", ["1", 2.5, float("nan"), 2**70, -(2**63) - 1, None, (1, 2)])
-@pytest.mark.parametrize("operator", ["in", "not in"])
-def test_values_that_no_column_can_hold(value, operator):
-    with pytest.raises(Misuse, match=r"column 'n' .*in: wanted values of int64, found"):
-        Where("n", operator, [1, value])(BATCH)
-
-
-def test_values_are_compared_as_ones_of_the_column():
-    large = np.array([2**63 + 1, 2**63 + 2, 5], np.uint64)
-    assert Where("n", "in", [2**63 + 1, 5.0])({"n": large}).tolist() == [True, False, True]
-    assert Where("n", "in", [])({"n": large}).tolist() == [False] * 3
-    small = np.array([0.1, 0.5], np.float32)
-    assert Where("x", "in", [0.1])({"x": small}).tolist() == [True, False]
-    texts = np.array(["a", "bc"])
-    assert Where("t", "in", ["bcd", "a"])({"t": texts}).tolist() == [True, False]
-
-
 def test_a_file_does_not_hide_a_column(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "length").write_text("no sidecar")
@@ -157,62 +71,6 @@ def test_a_file_does_not_hide_a_column(tmp_path, monkeypatch):
 def test_items_of_an_epoch_are_no_documents():
     with pytest.raises(Misuse, match="other items in every epoch"):
         Packable.of(Turning(5), Lengths.of([1] * 5), "", "uint16")
-
-
-class Narrowing(Documents):
-    """Documents that can be asked for some columns; `narrow` are the sources that were made so."""
-
-    def select(self, columns):
-        self.narrow = [*getattr(self, "narrow", []), (columns, Narrowing(self.lengths))]
-        return self.narrow[-1][1]
-
-    def close(self):
-        self.closed = True
-
-
-def test_a_source_for_some_columns_is_closed_again():
-    source = Narrowing(LENGTHS)
-    conditions = [Where("score", ">", 1), Where("length", ">", 1), Where("score", "<", 4)]
-    assert kept_where(source, conditions).ids.tolist() == [2, 3]
-    assert column_of(source, "length").tolist() == LENGTHS
-    with pytest.raises(Misuse, match="no column"):
-        column_of(source, "nothing")
-    assert [columns for columns, _ in source.narrow] == [
-        ["score", "length"],
-        ["length"],
-        ["nothing"],
-    ]
-    assert all(narrow.closed for _, narrow in source.narrow)
-    assert source.calls == []
-
-
-@pytest.mark.parametrize("write", ["parquet", "arrow"])
-@pytest.mark.parametrize("cache", [False, True])
-def test_columns_that_are_not_read_otherwise(tmp_path, write, cache):
-    columns = {
-        "tokens": [np.arange(length, dtype=np.int32) for length in LENGTHS],
-        "length": np.array(LENGTHS),
-        "score": np.array([1.0, 2.0, 3.0, 4.0, 5.0]),
-    }
-    path = tmp_path / f"a.{write}"
-    getattr(formats, f"write_{write}")(path, columns)
-    options = {"cache": tmp_path / "cache"} if cache and write == "parquet" else {}
-    with formats.open_source(path, columns=["tokens"], **options) as source:
-        narrow = source.select(["score", "length"])
-        assert [each.name for each in narrow.spec.columns] == ["score", "length"]
-        assert narrow.read([4])["score"].tolist() == [5.0]
-        pipe = Pipeline(
-            source,
-            batch_size=1,
-            seed=1,
-            shuffle=False,
-            epochs=1,
-            filter=Where("score", ">=", 3),
-            pack=Pack(10, lengths="length"),
-        )
-        assert next(pipe.iterator())["tokens"].tolist() == [list(range(10))]
-        with pytest.raises(Misuse, match=r"no column 'scor'.*did you mean 'score'"):
-            kept_where(source, [Where("scor", ">", 1)])
 
 
 # -- sidecars --------------------------------------------------------------------------------------
@@ -422,13 +280,51 @@ def test_bytes_need_the_dtype_of_their_tokens(dtype, told):
         Pipeline(source, batch_size=1, seed=1, pack=Pack(8, lengths=LENGTHS, dtype=dtype))
     assert told in str(caught.value)
     with pytest.raises(Misuse, match="records of bytes"):
-        column_of(source, "length")
+        answers(source, [Values("length")])
 
 
 def test_some_sources_concatenated_and_others_not():
     sources = {"web": Documents(LENGTHS), "code": Documents(LENGTHS, name="code")}
     with pytest.raises(Misuse, match=r"Concatenate is for all sources or none.*web, code"):
         Pipeline(sources, batch_size=1, seed=1, pack={"web": Concatenate(8, lengths="length")})
+
+
+@pytest.mark.parametrize("shuffle", [False, "none"])
+def test_as_stored_some_sources_may_be_concatenated(shuffle):
+    packs = {"web": Concatenate(8, lengths="length"), "code": Pack(8, lengths="length")}
+    sources = {name: Documents(LENGTHS, name=name) for name in packs}
+    pipe = Pipeline(sources, batch_size=1, seed=1, epochs=1, shuffle=shuffle, pack=packs)
+    assert len(next(pipe.iterator(prefetch=0))["tokens"]) == 1
+
+
+@pytest.mark.parametrize("column", ["score", "flags", "shares"])
+def test_tokens_are_integers(column, tmp_path):
+    columns = {
+        "score": [0.5] * 4,
+        "flags": np.ones((4, 3), bool),
+        "shares": [np.ones(3, np.float32)] * 4,
+        "length": [3] * 4,
+    }
+    formats.write_parquet(tmp_path / "a.parquet", columns)
+    with formats.open_source(tmp_path / "a.parquet") as source:
+        pack = Pack(8, lengths="length", tokens=column)
+        with pytest.raises(Misuse, match=f"column '{column}' is no list of tokens"):
+            Pipeline(source, batch_size=1, seed=1, pack=pack)
+
+
+def test_files_that_tell_no_sizes_are_told_apart_by_their_digest():
+    def told(files):
+        source = Documents(LENGTHS)
+        about = source.fingerprint() | {"files": files}
+        source.fingerprint = lambda: about
+        return Origin.of(source).source
+
+    files = [{"name": "a", "records": 3}, {"name": "b", "records": 2, "bytes": 7}]
+    found = told(files)
+    assert (found["files"], found.get("bytes")) == (2, None)
+    assert told([*files, 3])["files"] == 3
+    assert told([files[1]])["bytes"] == 7
+    assert len({told(each)["digest"] for each in (files, files[1:], [])}) == 3
 
 
 def test_an_index_of_bins_is_made_once(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ class Documents:
         """Finds out where the tokens are.
 
         Args:
-          column: of a source of columns: one of lists of numbers, of arrays or of bytes.
+          column: of a source of columns: one of lists of integers, of arrays or of bytes.
           dtype: of tokens that are bytes; of others it is known.
 
         Raises:
@@ -72,9 +72,10 @@ class Documents:
         there = found[column]
         if there.kind == "bytes":
             return Documents(source, lengths, column, _dtype_of_bytes(f"column {column!r}", dtype))
-        if there.kind not in ("ragged", "array") or len(there.shape) != (there.kind == "array"):
+        is_list = there.kind == "ragged" or (there.kind == "array" and len(there.shape) == 1)
+        if not is_list or np.dtype(there.dtype).kind not in "iu":
             raise Misuse(
-                f"column {column!r} is no list of tokens: wanted lists of numbers, or bytes, "
+                f"column {column!r} is no list of tokens: wanted lists of integers, or bytes, "
                 f"found {there.kind} {there.dtype}{list(there.shape)}"
             )
         if dtype is not None and np.dtype(dtype) != there.dtype:

@@ -81,8 +81,11 @@ def told_apart(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
     files = fingerprint.get("files")
     if not isinstance(files, list):  # not one of ours: its digest stands for all of it
         return {"digest": json_digest(fingerprint)} | _plain(records)
-    found = {"digest": json_digest(records)} | _plain(records)
-    return found | {"files": len(files), "bytes": sum(each["bytes"] for each in files)}
+    found = {"digest": json_digest(records), **_plain(records), "files": len(files)}
+    sizes = [each.get("bytes") for each in files if isinstance(each, Mapping)]
+    if len(sizes) == len(files) and all(isinstance(size, int) for size in sizes):
+        found["bytes"] = sum(sizes)
+    return found
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, str | int]:

@@ -151,19 +151,9 @@ def answers(source: Source, questions: Sequence[Where | Values]) -> list[NDArray
     return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in found]
 
 
-def kept_where(source: Source, conditions: Sequence[Where]) -> Kept:
-    """The records of a source that meet all conditions; see `answers`."""
-    return meeting_all(answers(source, conditions))
-
-
 def meeting_all(met: Sequence[NDArray[np.bool_]]) -> Kept:
     """The records that meet all of some conditions, out of the answers to each."""
     return Kept.of_mask(np.logical_and.reduce(met))
-
-
-def column_of(source: Source, name: str) -> NDArray[Any]:
-    """One column from end to end, of one value a record; see `answers`."""
-    return answers(source, [Values(name)])[0]
 
 
 def batches(source: Source) -> Iterator[tuple[int, Batch]]:
