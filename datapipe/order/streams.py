@@ -71,7 +71,6 @@ class Stream:
           Misuse: the source shrinks.
         """
         at = self._stretch(ordinal)
-        first, epoch = ordinal, at.epoch
         done = -(-(ordinal - at.first) // at.items)
         first, epoch = at.first + done * at.items, at.epoch + done
         before = tuple(stretch for stretch in self.stretches if stretch.first < first)
