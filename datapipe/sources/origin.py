@@ -82,10 +82,9 @@ def told_apart(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
     if not isinstance(files, list):  # not one of ours: its digest stands for all of it
         return {"digest": json_digest(fingerprint)} | _plain(records)
     found = {"digest": json_digest(records), **_plain(records), "files": len(files)}
-    sizes = [each.get("bytes") for each in files if isinstance(each, Mapping)]
-    if len(sizes) == len(files) and all(isinstance(size, int) for size in sizes):
-        found["bytes"] = sum(sizes)
-    return found
+    sizes = [each.get("bytes") if isinstance(each, Mapping) else None for each in files]
+    known = [size for size in sizes if isinstance(size, int)]
+    return found | {"bytes": sum(known)} if len(known) == len(files) else found
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, str | int]:
