@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from datapipe.integers import integer
 from datapipe.order.permute import Permutation, fresh_indices, mix
+from datapipe.recent import Recent
 from formats.errors import Misuse
 from formats.source import grouped
 
@@ -69,8 +70,8 @@ class Blocks:
             raise Misuse(f"blocks: wanted at most {BLOCKS_LIMIT}, found {self.count}: make larger")
         self.window = integer("shuffle_window", window, 1, BLOCKS_LIMIT)
         self._shorter: dict[int, Blocks] = {}
-        self._orders: dict[tuple[int, int, int], BlockOrder] = {}
         self._lock = threading.Lock()
+        self._orders: Recent[tuple[int, int, int], BlockOrder] = Recent(_EPOCHS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Blocks, (self.bounds, self.window)
@@ -123,13 +124,7 @@ class Blocks:
 
     def order(self, seed: int, epoch: int, stream: int) -> BlockOrder:
         """The order of the records in an epoch; that of the last few epochs is held."""
-        key = (seed, epoch, stream)
-        with self._lock:
-            found = self._orders.pop(key, None) or BlockOrder(self, *key)
-            self._orders[key] = found
-            while len(self._orders) > _EPOCHS:
-                del self._orders[next(iter(self._orders))]
-            return found
+        return self._orders.get((seed, epoch, stream), lambda key: BlockOrder(self, *key))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ of each epoch that is looked at.
 from __future__ import annotations
 
 import functools
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from datapipe.order.skips import Skips
 from datapipe.order.streams import Stream
+from datapipe.recent import Recent
 from formats.errors import Misuse
 
 LIMIT_ITEMS: Final = 1 << 24  # of a source: 8 bytes each, and as many in each table
@@ -65,8 +65,7 @@ class LastingSkips:
                 f"{count}: leave them out with a filter"
             )
         self._skips = skips
-        self._tables: dict[int, _Table] = {}
-        self._lock = threading.Lock()
+        self._tables: Recent[int, _Table] = Recent(_EPOCHS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastingSkips, (self._stream, self._skips)
@@ -179,12 +178,7 @@ class LastingSkips:
         return self._runs[bisect_right(self._runs, epoch, key=lambda run: run.epoch) - 1]
 
     def _table(self, epoch: int) -> _Table:
-        with self._lock:
-            table = self._tables.pop(epoch, None) or self._made(epoch)
-            self._tables[epoch] = table
-            while len(self._tables) > _EPOCHS:
-                del self._tables[next(iter(self._tables))]
-            return table
+        return self._tables.get(epoch, self._made)
 
     def _made(self, epoch: int) -> _Table:
         left_out = self._run(epoch).left_out

@@ -8,7 +8,6 @@ costs the documents of its block, wherever it stands.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from datapipe.integers import LIMIT, integer
 from datapipe.order.permute import Order, fresh_indices
+from datapipe.recent import Recent
 from datapipe.sources.indexes import Lengths
 from datapipe.sources.pieces import Pieces, checked_capacity, ranges
 from datapipe.texts import one_of
@@ -157,8 +157,7 @@ class Concatenation:
         self.capacity = checked_capacity(capacity)
         self.orders = orders
         self.remainder: Remainder = remainder
-        self._cuts: dict[int, Cut] = {}
-        self._lock = threading.Lock()
+        self._cuts: Recent[int, Cut] = Recent(_EPOCHS)
         self._tokens = int(lengths.tokens.sum(dtype=np.int64))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,13 +178,7 @@ class Concatenation:
 
     def cut(self, epoch: int) -> Cut:
         """The rows of one epoch, with their index; those of the last two epochs are held."""
-        epoch = integer("epoch", epoch, 0, LIMIT)
-        with self._lock:
-            found = self._cuts.pop(epoch, None) or self._made(epoch)
-            self._cuts[epoch] = found
-            while len(self._cuts) > _EPOCHS:
-                del self._cuts[next(iter(self._cuts))]
-            return found
+        return self._cuts.get(integer("epoch", epoch, 0, LIMIT), self._made)
 
     def _made(self, epoch: int) -> Cut:
         cut = Cut(self.lengths.tokens, self.orders(epoch), self.capacity, len(self))
