@@ -14,6 +14,7 @@ import numpy as np
 from datapipe.batches.batch import Recipe
 from datapipe.batches.faults import OnBadRecord, Tolerance
 from datapipe.batches.transforms import Transform, extended
+from datapipe.identity import identity_of
 from datapipe.integers import integer
 from datapipe.order.block_shuffle import WINDOW, Blocks
 from datapipe.order.examples import Examples, Segment
@@ -27,7 +28,7 @@ from datapipe.segments import ON_CHANGE, OnChange, Positions
 from datapipe.sources.epoch_sources import OrderedSource, varies
 from datapipe.sources.grain_source import adapted
 from datapipe.sources.stages import Filter, Packing, staged
-from datapipe.state import JSON, identity
+from datapipe.state import JSON
 from datapipe.texts import one_of, text
 from formats.arguments import mapping, truth
 from formats.errors import Misuse, NotFound
@@ -256,7 +257,7 @@ class Pipeline:
     def identity(self) -> JSON:
         """What saved positions belong to; asks the sources for their fingerprints, once."""
         labels = [transform.label for transform in self.transforms]
-        return identity(self.plan, self._fingerprints, labels)
+        return identity_of(self.plan, self._fingerprints, labels)
 
     @cached_property
     def _fingerprints(self) -> dict[str, dict[str, Any]]:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
+from datapipe.identity import condensed, mismatch
 from datapipe.order.examples import Examples, Segment
 from datapipe.order.plan import Plan
-from datapipe.state import JSON, State, condensed, mismatch, segments_in, segments_of
+from datapipe.state import JSON, State, segments_in, segments_of
 from formats.errors import Mismatch
 from formats.growth import leading
 

@@ -31,20 +31,18 @@ A state comes from a file and is parsed as such: nothing in it is believed befor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from datapipe.batches.substitutes import Replaced
 from datapipe.integers import LIMIT
-from datapipe.order import block_shuffle, permute
 from datapipe.order.examples import Examples, Segment
 from datapipe.order.mixture import BLOCK
-from datapipe.order.plan import REMAINDERS, VERSION, Plan, Remainder
-from datapipe.texts import is_utf8
+from datapipe.order.plan import REMAINDERS, Remainder
+from datapipe.texts import shown
 from formats.errors import Damaged, Misuse, Unsupported
 
 FORMAT: Final = 4
@@ -56,8 +54,6 @@ _NUMBERS: Final = ("version", "permutation", "seed", "blocks", "shuffle_window")
 _TEXTS: Final = ("shuffle", "skips")
 _UNTOLD: Final = 3  # the last format that does not tell the remainder
 _ADDRESSES: Final = LIMIT << 10  # as many sources as a mixture may have, and some
-_DETAIL_BYTES: Final = 64  # a longer field of a fingerprint is in its digest only
-_DETAILS_BYTES: Final = 384
 
 JSON = dict[str, Any]
 
@@ -101,7 +97,7 @@ class State:
         """
         if not isinstance(value, Mapping) or "format" not in value:
             raise Damaged(
-                f"not a data state: wanted a JSON object with a 'format', found {_short(value)}; "
+                f"not a data state: wanted a JSON object with a 'format', found {shown(value)}; "
                 "states of other loaders do not fit this one"
             )
         written = _integer(value["format"], "format", 1, LIMIT)
@@ -131,48 +127,6 @@ class State:
         return State(next_example, _skips(value["skips"], count), replaced, identity, remainder)
 
 
-def identity(
-    plan: Plan, fingerprints: Mapping[str, Mapping[str, object]], transforms: Sequence[str]
-) -> JSON:
-    """What a position is a position in.
-
-    Args:
-      plan: batch size and number of epochs are no part of the identity.
-      fingerprints: of the sources, by name, in the order of their numbers; kept as a digest, with
-        their short fields for messages.
-      transforms: kind and version of each, in order.
-    """
-    order = plan.order
-    found = {
-        "segments": segments_in(order.segments),
-        "plan": {
-            "version": VERSION,
-            "permutation": permute.VERSION,
-            "seed": order.seed,
-            "shuffle": order.shuffle,
-            **_windows(order),
-            **({"skips": "records"} if plan.skip_records else {}),
-        },
-        "sources": [
-            [name, {**condensed(found, len(fingerprints)), **_cuts(order, number)}]
-            for number, (name, found) in enumerate(fingerprints.items())
-        ],
-        "transforms": list(transforms),
-    }
-    return cast(JSON, json.loads(json.dumps(found)))  # as it comes back from a file
-
-
-def _windows(order: Examples) -> JSON:
-    """Of a shuffle by blocks; how each source is cut is told with it."""
-    if not order.blocks:
-        return {}
-    return {"blocks": block_shuffle.VERSION, "shuffle_window": order.blocks[0].window}
-
-
-def _cuts(order: Examples, source: int) -> JSON:
-    return {"blocks": order.blocks[source].digest} if order.blocks else {}
-
-
 def segments_in(segments: Iterable[Segment]) -> list[JSON]:
     """Those of a plan, for an identity."""
     return [
@@ -181,79 +135,13 @@ def segments_in(segments: Iterable[Segment]) -> list[JSON]:
     ]
 
 
-def mismatch(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """One line per difference of two identities: the field, what was saved, what is here now.
-
-    Empty where they are the same.
-    """
-    lines: list[str] = []
-    for name in sorted({*saved["plan"], *mine["plan"]}):
-        _compare(lines, f"plan.{name}", saved["plan"].get(name), mine["plan"].get(name))
-    before, now = dict(saved["sources"]), dict(mine["sources"])
-    _compare(lines, "sources", [*before], [*now])
-    for source in sorted({*before} & {*now}):
-        fields = {*before[source]} | {*now[source]}
-        if len(before) != len(now):  # where there is less room for each, some are left out
-            fields = {*before[source]} & {*now[source]}
-        for name in sorted(fields):
-            there, here = before[source].get(name), now[source].get(name)
-            _compare(lines, f"sources.{source}.{name}", there, here)
-    old, new = saved["segments"][-1], mine["segments"][-1]
-    for name in ("items", "counts"):
-        _compare(lines, f"segment.{name}", old[name], new[name])
-    theirs, ours = saved["transforms"], mine["transforms"]
-    for index in range(max(len(theirs), len(ours))):
-        there = theirs[index] if index < len(theirs) else None
-        here = ours[index] if index < len(ours) else None
-        _compare(lines, f"transforms[{index}]", there, here)
-    return lines
-
-
-def _compare(lines: list[str], name: str, saved: object, mine: object) -> None:
-    if saved != mine or type(saved) is not type(mine):  # True is 1, and 1.0
-        lines.append(f"{name}: saved {_shown(saved)}, here {_shown(mine)}")
-
-
-def _shown(value: object) -> str:
-    return "nothing" if value is None else _short(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def condensed(fingerprint: Mapping[str, object], sources: int = 1) -> JSON:
-    """A fingerprint of any length as a digest and as many of its short fields as have room.
-
-    So many sources share the room.
-    """
-    try:
-        text = json.dumps(fingerprint, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise Misuse(f"the fingerprint of the source is no JSON value: {error}") from error
-    fields = json.loads(text)
-    if not isinstance(fields, dict):
-        raise Misuse(f"the fingerprint of the source is no JSON object: {fingerprint!r:.80}")
-    found: JSON = {"fingerprint": hashlib.sha256(text.encode()).hexdigest()[:32]}
-    room = _DETAILS_BYTES // sources
-    for name, value in sorted(fields.items()):
-        length = len(json.dumps([name, value]))
-        plain = isinstance(value, str | int | float | bool) and name not in (*found, "digest")
-        plain = plain and is_utf8(f"{name}{value}")
-        if plain and length <= min(_DETAIL_BYTES, room):
-            found[name] = value
-            room -= length
-    return found
-
-
 # -- parsing ---------------------------------------------------------------------------------------
 
 
 def _exact_fields(found: Iterable[str], wanted: Sequence[str], where: str) -> None:
     names = list(found)
     missing = [name for name in wanted if name not in names]
-    extra = [_short(name) for name in names if name not in wanted]
+    extra = [shown(name) for name in names if name not in wanted]
     if missing or extra:
         raise Damaged(f"{where}: missing fields {missing}, unknown fields {extra}")
 
@@ -261,21 +149,21 @@ def _exact_fields(found: Iterable[str], wanted: Sequence[str], where: str) -> No
 def _integer(value: object, where: str, first: int, last: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
         raise Damaged(
-            f"data state, {where}: wanted an integer in [{first}, {last}], found {_short(value)}"
+            f"data state, {where}: wanted an integer in [{first}, {last}], found {shown(value)}"
         )
     return value
 
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise Damaged(f"data state, {where}: wanted a list, found {_short(value)}")
+        raise Damaged(f"data state, {where}: wanted a list, found {shown(value)}")
     return list(value)
 
 
 def _skips(value: object, sources: int) -> tuple[tuple[int, int], ...]:
     numbers = _list(value, "skips")
     if len(numbers) % 2:
-        raise Damaged(f"data state, skips: wanted pairs of gap and length, found {_short(value)}")
+        raise Damaged(f"data state, skips: wanted pairs of gap and length, found {shown(value)}")
     ranges: list[tuple[int, int]] = []
     last = 0
     for index in range(0, len(numbers), 2):
@@ -306,7 +194,7 @@ def _replaced(value: object, sources: int) -> Replaced:
     if len(found) > sources or (found and not found[-1]):
         raise Damaged(
             f"data state, replaced: wanted records of {sources} sources or fewer, the last of "
-            f"which has some, found {_short(value)}"
+            f"which has some, found {shown(value)}"
         )
     return Replaced(tuple(found))
 
@@ -316,7 +204,7 @@ def _segments(value: object) -> list[JSON]:
     for number, segment in enumerate(_list(value, "segments")):
         where = f"segments[{number}]"
         if not isinstance(segment, Mapping):
-            raise Damaged(f"data state, {where}: wanted an object, found {_short(segment)}")
+            raise Damaged(f"data state, {where}: wanted an object, found {shown(segment)}")
         _exact_fields(segment, ("first", "items", "counts"), f"data state, {where}")
         items = _list(segment["items"], f"{where}.items")
         counts = _list(segment["counts"], f"{where}.counts")
@@ -351,7 +239,7 @@ def _sources(value: object) -> list[Any]:
         if not isinstance(source.get("fingerprint"), str):
             raise Damaged(
                 f"data state, {where}: wanted a text as fingerprint, found "
-                f"{_shown(source.get('fingerprint'))}"
+                f"{shown(source.get('fingerprint'))}"
             )
         found[parts[0]] = source
     return [[name, source] for name, source in found.items()]
@@ -364,7 +252,7 @@ def _plan(value: object) -> JSON:
             _integer(found[name], f"plan.{name}", 0, (1 << 64) - 1)
     for name in _TEXTS:
         if name in found and not isinstance(found[name], str):
-            raise Damaged(f"data state, plan.{name}: wanted a text, found {_short(found[name])}")
+            raise Damaged(f"data state, plan.{name}: wanted a text, found {shown(found[name])}")
     return found
 
 
@@ -375,20 +263,20 @@ def _remainder(value: Mapping[str, object], sources: int) -> Remainder:
             return known
     raise Damaged(
         f"data state, remainder: wanted one of {', '.join(REMAINDERS)}, of which several sources "
-        f"have 'carry' only, found {_short(found)} with {sources} sources"
+        f"have 'carry' only, found {shown(found)} with {sources} sources"
     )
 
 
 def _flat(value: object, where: str) -> JSON:
     """A JSON object of strings and numbers."""
     if not isinstance(value, Mapping):
-        raise Damaged(f"data state, {where}: wanted an object, found {_short(value)}")
+        raise Damaged(f"data state, {where}: wanted an object, found {shown(value)}")
     for name, item in value.items():
         is_plain = isinstance(item, str | int) or (isinstance(item, float) and math.isfinite(item))
         if not isinstance(name, str) or not is_plain:
             raise Damaged(
                 f"data state, {where}: wanted names with a text or number each, "
-                f"found {_short(name)}: {_short(item)}"
+                f"found {shown(name)}: {shown(item)}"
             )
     return dict(value)
 
@@ -397,5 +285,5 @@ def _texts(value: object, where: str) -> list[str]:
     items = _list(value, where)
     for item in items:
         if not isinstance(item, str):
-            raise Damaged(f"data state, {where}: wanted texts, found {_short(item)}")
+            raise Damaged(f"data state, {where}: wanted texts, found {shown(item)}")
     return items

@@ -1,4 +1,4 @@
-"""Texts that callers give and that are written down: checked, and Python's own from then on."""
+"""Texts that callers give, checked, and Python's own from then on; values as messages show them."""
 
 from __future__ import annotations
 
@@ -46,3 +46,9 @@ def is_utf8(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: its repr, cut to 120 characters."""
+    found = repr(value)
+    return found if len(found) <= 120 else f"{found[:117]}..."

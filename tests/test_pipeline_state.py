@@ -14,8 +14,9 @@ from memory_source import Records, number
 import datapipe
 from datapipe import Damaged, Mismatch, Pipeline, Unsupported
 from datapipe.batches.substitutes import Replaced
+from datapipe.identity import identity_of, mismatch
 from datapipe.order.plan import Plan
-from datapipe.state import State, identity, mismatch
+from datapipe.state import State
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_a_state_is_a_copy():
 
 
 def good():
-    known = identity(Plan.of(20, 4, seed=1), {"source": {"a": 1}}, ["map 1"])
+    known = identity_of(Plan.of(20, 4, seed=1), {"source": {"a": 1}}, ["map 1"])
     return State(8, ((9, 12), (15, 16)), Replaced.of([(0, 5), (0, 17)]), known, "carry").to_json()
 
 

@@ -9,7 +9,8 @@ import pytest
 from memory_source import Records, number
 
 from datapipe import Damaged, DataError, Misuse, Pipeline
-from datapipe.state import State, condensed
+from datapipe.identity import condensed
+from datapipe.state import State
 
 
 class Told(Records):
