@@ -87,3 +87,16 @@ class Misuse(DataError, ValueError):
 
 class OutOfRange(Misuse, IndexError):
     """A record number below 0 or not below the length of the source."""
+
+
+def is_of_a_record(error: Exception) -> bool:
+    """Whether an error can be the fault of one record, so that other records can still be read.
+
+    Not if a store does not answer, a call is wrong, memory is short, or the system refuses. (Image
+    decoders raise `OSError` without a number for bytes that are no image.)
+    """
+    if isinstance(error, DataError):
+        return isinstance(error, BadRecord | Damaged)
+    if isinstance(error, MemoryError | ConnectionError | TimeoutError):
+        return False
+    return not isinstance(error, OSError) or error.errno is None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.batches.cost import Cost
-from datapipe.batches.faults import Fault, Tolerance, is_of_a_record
+from datapipe.batches.faults import Fault, Tolerance
 from datapipe.batches.reading import Readable, Reads, has_trees, places, readable
 from datapipe.batches.replacing import Replacing
 from datapipe.batches.returned import USUAL, refuse_no_example, refuse_other_rows
@@ -25,7 +25,7 @@ from datapipe.batches.stack import objects, stack
 from datapipe.batches.transforms import Transform, generator
 from datapipe.order.rows import Rows
 from datapipe.sizes import size_of
-from formats.errors import Mismatch
+from formats.errors import Mismatch, is_of_a_record
 
 if TYPE_CHECKING:
     from datapipe.batches.substitutes import Replaced

@@ -1,8 +1,8 @@
-"""Bad records: whose fault an error is, what is told of it, and when there are too many.
+"""Bad records: what becomes of them, what a message says of one, and when there are too many.
 
-A record is bad where its bytes alone decide that: it cannot be read, or a `.map` raises for it
-before any `.random_map`. What else goes wrong is not mended by taking another record: a store that
-does not answer, a function that fails by chance or for a whole batch.
+A record is bad if its bytes alone decide that: it cannot be read, or a `.map` before any
+`.random_map` raises for it. Taking another record mends nothing else: not a store that does not
+answer, nor a function that fails by chance or for a whole batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from datapipe.integers import LIMIT, integer
 from datapipe.texts import one_of
-from formats.errors import BadRecord, Damaged, DataError
+from formats.errors import BadRecord
 
 OnBadRecord = Literal["raise", "replace"]
 _POLICIES: Final[tuple[OnBadRecord, ...]] = ("raise", "replace")
@@ -78,19 +78,6 @@ class Fault:
         return BadRecord(
             f"{self}: {cure}", index=self.record, file=self.file, position=self.position
         )
-
-
-def is_of_a_record(error: Exception) -> bool:
-    """Can an error be the fault of one record?
-
-    Not where a store does not answer, a call is wrong, memory is short, or the system refuses. (An
-    `OSError` without a number is what decoders of images raise.)
-    """
-    if isinstance(error, DataError):
-        return isinstance(error, BadRecord | Damaged)
-    if isinstance(error, MemoryError | ConnectionError | TimeoutError):
-        return False
-    return not isinstance(error, OSError) or error.errno is None
 
 
 def too_many(before: int, found: Sequence[Fault], limit: int) -> BadRecord:

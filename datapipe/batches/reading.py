@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from datapipe.batches.faults import is_of_a_record
 from datapipe.batches.replacing import Replacing
 from datapipe.batches.substitutes import ids_of
 from datapipe.order.rows import Rows
 from datapipe.sources import epoch_sources as by_epoch
-from formats.errors import BadRecord, Misuse
+from formats.errors import BadRecord, Misuse, is_of_a_record
 
 if TYPE_CHECKING:
     from formats.source import Batch, Source

@@ -21,8 +21,8 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from datapipe.integers import integer
-from datapipe.order.permute import Permutation, fresh_indices, mix
+from datapipe.integers import fresh_indices, integer
+from datapipe.order.permute import Permutation, mix
 from datapipe.recent import Recent
 from formats.errors import Misuse
 from formats.source import grouped

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from datapipe.integers import LIMIT, integer
-from datapipe.order.permute import cycle_walk, fresh_indices
+from datapipe.integers import LIMIT, fresh_indices, integer
+from datapipe.order.permute import cycle_walk
 from formats.errors import Misuse
 
 _ROUNDS: Final = 4

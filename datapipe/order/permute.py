@@ -19,8 +19,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from datapipe.integers import LIMIT, integer
-from formats.errors import Misuse
+from datapipe.integers import LIMIT, fresh_indices, integer
 
 VERSION: Final = 1
 
@@ -142,24 +141,6 @@ class Identity:
     def inverse(self, records: ArrayLike) -> NDArray[np.int64]:
         """The records themselves; fresh int64, same shape."""
         return fresh_indices(records, self.n)
-
-
-def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:
-    """A C-ordered int64 copy, same shape.
-
-    Raises:
-      Misuse: not integers, or one is outside [0, n).
-    """
-    try:
-        given = np.asarray(indices)
-    except (TypeError, ValueError) as error:
-        raise Misuse(f"indices must be integers ({error})") from error
-    if given.size and given.dtype.kind not in "iu":
-        raise Misuse(f"indices must be integers, found dtype {given.dtype}")
-    values = np.array(given, dtype=np.int64, order="C", copy=True)
-    if values.size and values.view(np.uint64).max() >= n:  # a negative one is above 2^63
-        raise Misuse(f"index {given[(values < 0) | (values >= n)][0]} is outside [0, {n})")
-    return values
 
 
 def cycle_walk(

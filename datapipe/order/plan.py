@@ -25,11 +25,10 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from datapipe.integers import LIMIT, integer
+from datapipe.integers import LIMIT, fresh_indices, integer
 from datapipe.order.epoch_bounds import EpochBounds
 from datapipe.order.examples import Examples
 from datapipe.order.lasting_skips import lasting_skips
-from datapipe.order.permute import fresh_indices
 from datapipe.order.ranks import Ranks
 from datapipe.order.rows import Rows
 from datapipe.order.skips import Excluded, Skips, checked_range, listed

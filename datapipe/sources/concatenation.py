@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from datapipe.integers import LIMIT, integer
-from datapipe.order.permute import Order, fresh_indices
+from datapipe.integers import LIMIT, fresh_indices, integer
+from datapipe.order.permute import Order
 from datapipe.recent import Recent
 from datapipe.sources.indexes import Lengths
 from datapipe.sources.pieces import Pieces, checked_capacity, ranges

@@ -11,11 +11,10 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from datapipe.batches.faults import is_of_a_record
 from datapipe.sources.epoch_sources import EpochSource
 from datapipe.sources.tree_digest import coarse, exact
 from datapipe.texts import text
-from formats.errors import BadRecord, Misuse
+from formats.errors import BadRecord, Misuse, is_of_a_record
 from formats.source import Spec, as_rows, json_digest, sealed
 
 _SAMPLED: Final = 16  # elements that enter the fingerprint

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from datapipe.integers import LIMIT, integer
-from datapipe.order.permute import fresh_indices
+from datapipe.integers import LIMIT, fresh_indices, integer
 from datapipe.sources import sidecar
 from datapipe.sources.origin import Origin
 from datapipe.sources.sidecar import Sidecar, Stored

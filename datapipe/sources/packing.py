@@ -16,8 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from datapipe.integers import LIMIT, integer
-from datapipe.order.permute import fresh_indices
+from datapipe.integers import LIMIT, fresh_indices, integer
 from datapipe.sources import sidecar
 from datapipe.sources.fitting import STRATEGIES, Strategy, openers
 from datapipe.sources.indexes import Lengths
