@@ -2,9 +2,8 @@
 
 Weights may change, a source may grow by files behind those it has, and sources may come in behind
 those there are. Such a change opens a *segment* at the position from which the run goes on: every
-source continues where it stood, what was served stays as it was, and the state tells of both.
-Whoever goes back to before an opening has no segment from there on, and opens it anew if the
-pipeline still differs from the state.
+source continues where it stood, what was served stays as it was, and the state has both. Going back
+to before an opening drops the segment; it opens anew if the pipeline still differs from the state.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Positions:
       plan: the one of the pipeline alone: one segment, nothing skipped.
       identity: of the pipeline.
       fingerprints: of its sources, by name, in the order of their numbers.
-      on_change: what becomes of a position whose weights, items or sources are others: "raise", or
-        "segment", which opens one.
+      on_change: what to do with a position of other weights, items or sources: "raise", or
+        "segment": open one.
     """
 
     plan: Plan
@@ -83,7 +82,8 @@ class Positions:
         """The plan that a saved state tells, whatever is served today.
 
         Args:
-          skips: what is left out beside what the state leaves out; of which sources, no matter.
+          skips: addresses to leave out beside those of the state. Sources that the plan does not
+            have are passed over.
 
         Raises:
           Mismatch: the state belongs to another run.
@@ -144,7 +144,7 @@ class Positions:
         for number, (name, known) in enumerate(before.items()):
             was = theirs["segments"][-1]["items"][number]
             now = mine["segments"][-1]["items"][number]
-            if blocks and was <= now and known.get("blocks") != blocks[number].of(was).digest:
+            if blocks and was <= now and known.get("blocks") != blocks[number].leading(was).digest:
                 lines.append(
                     f"sources.{name}: the first {was} records were cut into other blocks, "
                     "which shuffle='blocks' keeps together"
@@ -178,10 +178,9 @@ class Positions:
 
 
 def toward(state: State, later: State) -> State:
-    """A state as one on the way to `later` knows it: with the segments that open until there, and
-    its remainder.
+    """A state with the remainder of `later` and the segments that open until there.
 
-    As it is, where `later` does not lie ahead of it, in the same run.
+    Unchanged if `later` is not ahead of it in the same run.
     """
     at = state.next_example
     theirs, mine = later.identity, state.identity

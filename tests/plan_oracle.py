@@ -57,7 +57,7 @@ class Oracle:
                 return False
             every = np.arange(items)
             if order.shuffle == "blocks":
-                every = BlockOrder(order.blocks[source].of(items), order.seed, number, source)(
+                every = BlockOrder(order.blocks[source].leading(items), order.seed, number, source)(
                     every
                 )
             if order.shuffle == "global":

@@ -131,7 +131,7 @@ def test_refuses_what_is_out_of_range(monkeypatch):
     with pytest.raises(Misuse, match=r"index 5 is outside \[0, 5\)"):
         Blocks([0, 5]).order(0, 0, 0)([5])
     with pytest.raises(Misuse, match="items must be"):
-        Blocks([0, 5]).of(6)
+        Blocks([0, 5]).leading(6)
     monkeypatch.setattr(blocks_module, "BLOCKS_LIMIT", 20)
     assert Blocks(np.arange(21)).count == 20
     with pytest.raises(Misuse, match="blocks: wanted at most 20, found 21"):
@@ -183,7 +183,7 @@ def test_a_source_that_grew_has_the_epochs_it_had(sizes, more, data):
 def test_fixed_blocks_stay_where_they_are_when_records_are_added():
     short, long = blocks_of(Records(2 * BLOCK + 7)), blocks_of(Records(3 * BLOCK + 1))
     assert short.tolist() == [0, BLOCK, 2 * BLOCK, 2 * BLOCK + 7]
-    assert Blocks(long).of(2 * BLOCK + 7) == Blocks(short)
+    assert Blocks(long).leading(2 * BLOCK + 7) == Blocks(short)
 
 
 # -- pipelines -------------------------------------------------------------------------------------

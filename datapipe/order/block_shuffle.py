@@ -1,12 +1,12 @@
 """A shuffle for sources where a record costs the block it lies in, such as a Parquet row group.
 
-The blocks of an epoch are permuted; `window` of them, in that order, make a window; and the records
-of a window are permuted. So all batches of a window are made from `window` blocks, none of which is
-needed again in that epoch. Records of one block stay within a window of each other: the smaller
-the window, the less is shuffled.
+In each epoch the blocks are permuted, `window` neighbours in that order form a window, and the
+records of each window are permuted. So the batches of a window need `window` blocks, and none of
+these again in that epoch. Records of one block stay within one window: the smaller the window, the
+less is shuffled.
 
-Where a window begins follows from the lengths of the blocks before it: a table of each epoch, 16
-bytes a block, made in O(blocks) at the first question. Beyond it all is arithmetic.
+The start of a window follows from the lengths of the blocks before it. Each epoch has a table of 16
+bytes a block, made in O(blocks) at first use; the rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ VERSION: Final = 1  # of the order: saved in states
 WINDOW: Final = 16
 BLOCKS_LIMIT: Final = 1 << 24
 
-_EPOCHS: Final = 3  # whose tables are held: batches lie across a border, and one may look further
+_EPOCHS: Final = (
+    3  # whose orders are held: batches cross the border of two, a question may look further
+)
 
 
 @final
@@ -88,8 +90,8 @@ class Blocks:
         return f"Blocks({self.count} of {self.items} records, windows of {self.window})"
 
     @property
-    def told(self) -> str:
-        """All that decides an order, in one line."""
+    def signature(self) -> str:
+        """All that decides an order beside seed, epoch and stream, in one line."""
         return f"{VERSION} {self.digest} {self.window}"
 
     @property
@@ -99,7 +101,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks, none of which is empty."""
         return int(self.bounds.size) - 1
 
     @cached_property
@@ -107,11 +109,11 @@ class Blocks:
         """Of the bounds: 32 hex digits."""
         return hashlib.sha256(self.bounds.astype("<i8").tobytes()).hexdigest()[:32]
 
-    def of(self, items: int) -> Blocks:
-        """Those of the first `items` records: of the source before it grew.
+    def leading(self, items: int) -> Blocks:
+        """The blocks of the first `items` records: of the source before it grew.
 
         Raises:
-          Misuse: there are not so many.
+          Misuse: there are fewer records.
         """
         integer("items", items, 1, self.items)
         if items == self.items:
@@ -123,7 +125,7 @@ class Blocks:
             return self._shorter[items]
 
     def order(self, seed: int, epoch: int, stream: int) -> BlockOrder:
-        """The order of the records in an epoch; that of the last few epochs is held."""
+        """The order of the records in an epoch; those of the last few epochs are held."""
         return self._orders.get((seed, epoch, stream), lambda key: BlockOrder(self, *key))
 
 
@@ -172,11 +174,11 @@ class BlockOrder:
 
     @cached_property
     def _outer(self) -> Permutation:
-        """Of the blocks."""
+        """The order of the blocks."""
         return Permutation(self.blocks.count, mix(VERSION, self.seed, 0), self.epoch, self.stream)
 
     def _inner(self, window: int) -> Permutation:
-        """Of the records of a window."""
+        """The order of the records of a window."""
         size = int(self._windows[window + 1] - self._windows[window])
         return _permutation(size, mix(VERSION, self.seed, 1 + window), self.epoch, self.stream)
 
@@ -187,7 +189,7 @@ class BlockOrder:
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Of the blocks in that order: how many records come before; at the end, all of them."""
+        """By place in that order: how many records come before the block; at the end, all."""
         sizes = np.diff(self.blocks.bounds)[self._order]
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 

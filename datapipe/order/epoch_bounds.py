@@ -18,13 +18,12 @@ from datapipe.order.streams import Stream
 
 
 class _Run(NamedTuple):
+    """Epochs first..stop-1, which have equally many batches."""
+
     first: int
     stop: int
-    """Epochs."""
-    each: int
-    """Batches of each of them."""
-    before: int
-    """Batches of all earlier ones."""
+    each: int  # batches of each of them
+    before: int  # batches of all earlier epochs
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,12 @@ class EpochBounds:
 
     Args:
       stream: the source.
-      skips: ordinals of it. Only epochs that they lie in, and later ones up to the next, differ.
-      excluded: which of its ordinals are left out for them.
+      skips: ordinals of the source. From one epoch to the next the number of batches changes only
+        beside epochs in which one of these ranges begins or ends.
+      excluded: which ordinals are left out because of them.
       batch_size: examples of a batch.
-      short: whether an epoch ends with a short batch; else what is left over is not served.
-      epochs: how many there are; None: without end.
+      short: whether an epoch may end with a short batch; otherwise what is left over is not served.
+      epochs: how many there are; None: no end.
     """
 
     stream: Stream
@@ -64,7 +64,7 @@ class EpochBounds:
         return examples // self.batch_size
 
     def rank(self, epoch: int) -> int:
-        """Of the first example of an epoch, or the next one that is not skipped."""
+        """How many examples before an epoch are not skipped."""
         return self.excluded.rank(min(self.stream.first_of(epoch), LIMIT))
 
     @property

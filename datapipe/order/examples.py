@@ -27,9 +27,9 @@ from formats.errors import Misuse
 
 @dataclass(frozen=True)
 class Segment:
-    """From example `first` on: `items[s]` of source s, of which each block holds `counts[s]`.
+    """From example `first` on, source s has `items[s]` items, `counts[s]` examples of each block.
 
-    A later segment knows at least the sources of the one before.
+    A later segment has at least the sources of the one before.
 
     Raises:
       Misuse: a number is out of range, the counts are no mixture, or not as many as the items.
@@ -64,10 +64,10 @@ class Examples:
       seed: of the shuffles, 0 to 2^64 - 1.
       shuffle: "global" (every epoch another order of all items), "blocks" (of blocks, and within
         a window of them), "grain" (the order that Grain has), or "none".
-      epochs: how often each item is served; None: without end. Of several sources the one that
-        has been served so often first ends the run.
-      blocks: by source, for shuffle="blocks"; those of a source that grew later, and of sources
-        that came in later, may be among them.
+      epochs: how often each item is served; None: no end. Of several sources, the first one that
+        has been served so often ends the run.
+      blocks: by source, for shuffle="blocks"; may be those of the sources after they grew, and of
+        sources that came in later, too.
 
     Raises:
       Misuse: an argument is out of range, or it would be more than 2^62 examples.
@@ -83,7 +83,7 @@ class Examples:
     def of(
         items: int, seed: int, shuffle: Shuffle = "global", epochs: int | None = None
     ) -> Examples:
-        """Of one source with that many items."""
+        """The order of one source with so many items."""
         return Examples((Segment(0, (items,), (1,)),), seed, shuffle, epochs)
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Examples:
 
     @property
     def source_count(self) -> int:
-        """Sources there are in the end."""
+        """Number of sources of the last segment."""
         return len(self.segments[-1].items)
 
     @cached_property
@@ -152,7 +152,7 @@ class Examples:
         return sources, ordinals
 
     def locate(self, examples: NDArray[np.int64]) -> Rows:
-        """Source, epoch of the source, and item of each example, of any shape."""
+        """Source, epoch of the source, and item of each example; int64 of any shape."""
         sources, ordinals = self.draw(examples)
         if self.source_count == 1:
             return Rows(examples, sources, *self.streams[0].place(ordinals))
@@ -201,7 +201,7 @@ class Examples:
 
     @cached_property
     def _bases(self) -> Sequence[tuple[int, ...]]:
-        """Of each segment, by source: the ordinal with which it begins."""
+        """By segment and source: the ordinal with which the segment begins."""
         bases: list[tuple[int, ...]] = [(0,) * len(self.segments[0].items)]
         for segment, following in zip(self.segments, self.segments[1:], strict=False):
             drawn = segment.mixture.ordinals(following.first - segment.first)
@@ -218,5 +218,5 @@ class Examples:
 
 @functools.lru_cache(maxsize=256)
 def _mixture(counts: tuple[int, ...]) -> Mixture:
-    """Kept with its tables."""
+    """Cached with its tables."""
     return Mixture(counts)

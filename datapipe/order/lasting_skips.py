@@ -1,9 +1,9 @@
 """Skips that last: an item that is skipped is left out of all later epochs of its source, too.
 
-In an epoch as many items are left out as were skipped until its end; so an epoch has as many left
-as the one before, but for those with skips of their own, and a far-away example is found by
-arithmetic. Where in an epoch they would have been says the inverse of its order: one sorted table
-of each epoch that is looked at.
+An epoch leaves out all items that were skipped before its end. So it is as long as the epoch before
+unless it has skips of its own or the source grew, and a far-away example is found by arithmetic.
+The inverse of the order of an epoch says at which positions those items would have stood: one
+sorted table for each epoch that is looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datapipe.order.streams import Stream
 from datapipe.recent import Recent
 from formats.errors import Misuse
 
-LIMIT_ITEMS: Final = 1 << 24  # of a source: 8 bytes each, and as many in each table
+LIMIT_ITEMS: Final = 1 << 24  # of a source: 8 bytes each, and 8 more in each table
 
 _EPOCHS: Final = 4  # whose tables are held
 
@@ -32,27 +32,27 @@ class _Run(NamedTuple):
 
     epoch: int  # the first one
     rank: int  # examples before it that are left
-    each: int  # examples that are left of each of them
-    left_out: int  # items that each of them leaves out: the first so many
+    each: int  # examples that are left in each of them
+    left_out: int  # items that each of them leaves out: the first so many of `_items`
 
 
 class _Table(NamedTuple):
-    """What an epoch leaves out."""
+    """What an epoch leaves out; int64[k] each."""
 
     positions: NDArray[np.int64]  # ascending
-    ranks: NDArray[np.int64]  # of the first position behind each that is left
+    ranks: NDArray[np.int64]  # of each: how many positions before it are left
 
 
 @final
 class LastingSkips:
-    """What is left of a source: `Excluded`, by items. Safe to call from several threads.
+    """The ordinals of a source that are left out; an `Excluded`. Safe to call from several threads.
 
     Args:
       stream: the source.
       skips: ordinals of it. Their items do not come back.
 
     Raises:
-      Misuse: they are more than 2^24.
+      Misuse: more than 2^24 items are skipped.
     """
 
     def __init__(self, stream: Stream, skips: Skips) -> None:
@@ -78,7 +78,7 @@ class LastingSkips:
         return rank + position - int(np.searchsorted(self._table(epoch).positions, position))
 
     def rank_floor(self, number: int) -> int:
-        """See `Excluded.rank_floor`. No table is made for it."""
+        """See `Excluded.rank_floor`."""
         _, run, rank, position = self._stand(number)
         return rank + max(0, position - run.left_out)
 
@@ -119,7 +119,7 @@ class LastingSkips:
     # -- epochs ----------------------------------------------------------------------------------
 
     def _stand(self, number: int) -> tuple[int, _Run, int, int]:
-        """Of a number: its epoch, the run of that, the rank the epoch begins with, its position."""
+        """Of an ordinal: its epoch, the run of the epoch, the rank that begins it, its position."""
         epoch = self._stream.epoch_of(number)
         run = self._run(epoch)
         rank = run.rank + (epoch - run.epoch) * run.each
@@ -127,7 +127,7 @@ class LastingSkips:
 
     @cached_property
     def _items(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What is left out in the order of its coming, and the first epoch that leaves it out."""
+        """Items that are left out, in the order of their skips; the first epoch without each."""
         epochs, items = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for epoch in self._skipped:
             items.append(self._stream.order_of(epoch)(self._own(epoch).positions))
@@ -141,14 +141,14 @@ class LastingSkips:
 
     @cached_property
     def _counts(self) -> dict[int, int]:
-        """Items that are left out, by the epochs with more of them than the one before."""
+        """How many items are left out, by each epoch with more of them than the one before."""
         if len(self._skipped) < 2:  # their items need not be known
             return {epoch: _size(spans) for epoch, spans in self._skipped.items()}
         epochs, new = np.unique(self._items[1], return_counts=True)
         return dict(zip(epochs.tolist(), np.cumsum(new).tolist(), strict=True))
 
     def _own(self, epoch: int) -> _Table:
-        """What is skipped in an epoch itself."""
+        """What is skipped in this very epoch."""
         starts, stops = np.array(self._skipped.get(epoch, []), np.int64).reshape(-1, 2).T
         counts = stops - starts
         ranks = np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -170,7 +170,7 @@ class LastingSkips:
 
     @cached_property
     def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of the runs: first epochs, ranks, and how many are left of each epoch."""
+        """By run: first epoch, its rank, and how many examples each epoch has left."""
         epochs, ranks, each, _ = np.array(self._runs, np.int64).T
         return epochs, ranks, each
 
@@ -182,7 +182,7 @@ class LastingSkips:
 
     def _made(self, epoch: int) -> _Table:
         left_out = self._run(epoch).left_out
-        if _size(self._skipped.get(epoch, [])) == left_out:  # nothing comes from epochs before
+        if _size(self._skipped.get(epoch, [])) == left_out:  # earlier epochs add nothing
             return self._own(epoch)
         items = self._items[0][:left_out]
         positions = np.sort(self._stream.order_of(epoch).inverse(items))
@@ -191,7 +191,7 @@ class LastingSkips:
 
 @functools.lru_cache(maxsize=16)
 def lasting_skips(stream: Stream, skips: Skips) -> LastingSkips:
-    """Kept with its tables: plans that differ in their batches have the same."""
+    """Cached with its tables: plans that differ only in their batches share them."""
     return LastingSkips(stream, skips)
 
 
@@ -200,9 +200,10 @@ def _size(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _by_epoch(stream: Stream, skips: Skips) -> dict[int, list[tuple[int, int]]]:
-    """Positions that are skipped, by epoch, ascending.
+    """Ranges of positions that are skipped, by epoch, ascending.
 
-    Of epochs that are skipped as a whole only those that leave out other items than before.
+    Of epochs that are skipped as a whole, only those that leave out items that were not left out
+    before.
     """
     found: dict[int, list[tuple[int, int]]] = {}
     first = last = epoch = 0
@@ -218,6 +219,6 @@ def _by_epoch(stream: Stream, skips: Skips) -> dict[int, list[tuple[int, int]]]:
 
 
 def _epochs(stream: Stream, first: int, last: int) -> list[int]:
-    """Where a range that begins and ends in these epochs leaves out other items than before."""
+    """Epochs in which a range from epoch `first` to `last` leaves out items for the first time."""
     grown = (stretch.epoch for stretch in stream.stretches)
     return sorted({first, last, *(e for e in (first + 1, *grown) if first < e < last)})

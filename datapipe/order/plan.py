@@ -3,16 +3,16 @@
 A *skip* is an example that no batch may hold. It is remembered as ordinals of its source, so that
 it stays in force for the same examples when weights or batch size change; written down, ordinal k
 of source s is the *address* s * 2^62 + k. With `skip_records` its item stays away in all later
-epochs, too (`datapipe.order.lasting_skips`). With `rank` of an example = how many before it are not
-left out, a batch is the next `batch_size` ranks. What becomes of the end of an epoch says
-`remainder`:
+epochs, too (`datapipe.order.lasting_skips`). The *rank* of an example is the number of examples
+before it that are not left out; a batch is the next `batch_size` ranks. `remainder` says what
+becomes of the end of an epoch:
 
     "carry"   batches run on into the next epoch; a short one at the very end is left out
     "keep"    every epoch ends with a short batch, if need be
     "drop"    every epoch ends with its last full batch; what is left over is not served
 
-A position is the number of an example, the first one that was not delivered. It does not depend on
-the batch size.
+A position is the number of the first example that was not delivered. It does not depend on the
+batch size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
       batch_size: examples per batch, over all processes.
       remainder: what becomes of the end of an epoch. "keep" and "drop" are for one source.
       skips: by source, the ordinals that are not served.
-      skip_records: their items are not served in later epochs, either.
+      skip_records: whether their items are not served in later epochs, either.
 
     Raises:
       Misuse: an argument is out of range.
@@ -126,10 +126,10 @@ class Plan:
         ]
 
     def skipping(self, addresses: Iterable[tuple[int, int]]) -> Plan:
-        """This plan with more examples skipped, beside those that are.
+        """This plan with more examples skipped, given as ranges of addresses.
 
         Raises:
-          Misuse: a range is none, or of a source that there is not.
+          Misuse: a range is none, or of a source that the plan does not have.
         """
         more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
         for source, start, stop in map(_parted, listed(addresses)):
@@ -143,13 +143,17 @@ class Plan:
         return replace(self, skips=tuple(both))
 
     def present(self, addresses: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The ranges of the sources there are: others may come in later."""
+        """The ranges of addresses whose source the plan has: others may come in later.
+
+        Raises:
+          Misuse: a range is none.
+        """
         return [each for each in listed(addresses) if _parted(each)[0] < self.order.source_count]
 
     # -- forwards ------------------------------------------------------------------------------
 
     def batches_left(self, next_example: int) -> int | None:
-        """How many batches follow a position; None: without end.
+        """How many batches follow a position; None: there is no end.
 
         Raises:
           Misuse: no position of this plan.
@@ -199,7 +203,7 @@ class Plan:
     def records(self, batches: int | range) -> NDArray[np.int64]:
         """The record numbers that batches hold, counted from example 0, row by row; int64[rows].
 
-        Batches beyond the end hold nothing. Which source a number belongs to say the `rows`.
+        Batches beyond the end hold nothing. `rows` says which source a number belongs to.
 
         Raises:
           Misuse: a range with steps, or a batch below 0.
@@ -215,7 +219,7 @@ class Plan:
     def span(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The examples held by batches first..stop-1, counted from a position.
 
-        As half-open ranges, sorted, skipped examples left out.
+        As half-open ranges, ascending, without skipped examples.
 
         Raises:
           Misuse: no position of this plan, or `stop` is below `first`.
@@ -229,7 +233,7 @@ class Plan:
         return found
 
     def addresses(self, examples: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Ranges of examples as ranges of addresses: to skip these is to skip those.
+        """Ranges of examples as ranges of addresses, which `skipping` takes.
 
         Raises:
           Misuse: a range is none.
@@ -324,7 +328,7 @@ class Plan:
 
     @cached_property
     def _by_epoch(self) -> EpochBounds | None:
-        """None where batches run over the borders of epochs."""
+        """None if batches run over the borders of epochs."""
         if self.remainder == "carry":
             return None
         short = self.remainder == "keep"
@@ -344,9 +348,9 @@ class Plan:
         return rest + before(self._by_epoch.last_epoch) - before(epoch)
 
     def _at_most(self, next_example: int, wanted: int) -> int:
-        """So many batches, or as many as there are after a position."""
+        """The number of batches after a position, at most `wanted`."""
         if self._by_epoch is None:
-            # Far from the end it need not be known how much is left out until there.
+            # Far from the end there is no need to know how much is left out up to there.
             needed = self._ranks.rank(next_example) + wanted * self.batch_size
             if needed <= self._floor:
                 return wanted
@@ -354,7 +358,7 @@ class Plan:
 
     @cached_property
     def _floor(self) -> int:
-        """There are so many examples that are left, or more."""
+        """A lower bound of the number of examples that are not left out."""
         return self._ranks.rank_floor(self.end)
 
     def _bounds(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
@@ -367,7 +371,7 @@ class Plan:
         return [self._bound(self._by_epoch, next_example, base, i) for i in range(first, stop)]
 
     def _stretches(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
-        """The same as few ranges: a batch that follows another one stands in one with it."""
+        """The same ranks in as few ranges as possible: those of neighbouring batches are joined."""
         if self._by_epoch is not None:
             return _united(self._bounds(next_example, first, stop))
         stop = self._at_most(next_example, stop)
@@ -388,12 +392,12 @@ class Plan:
         return start, min(start + self.batch_size, by_epoch.rank(epoch))
 
     def _rest(self, by_epoch: EpochBounds, next_example: int) -> tuple[int, int]:
-        """The epoch behind that of a position, and the batches that are left before it."""
+        """The epoch after that of a position, and the number of batches until it begins."""
         epoch = by_epoch.stream.epoch_of(next_example) + 1
         return epoch, by_epoch.batches(by_epoch.rank(epoch) - self._ranks.rank(next_example))
 
     def _batch_of(self, example: int) -> int | None:
-        """The batch that holds an example which is not skipped; None: it is left over."""
+        """The batch that holds an example that is not skipped; None: it is left over."""
         rank, by_epoch = self._ranks.rank(example), self._by_epoch
         if by_epoch is None:
             batch = rank // self.batch_size
@@ -405,7 +409,7 @@ class Plan:
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours become one."""
+    """The ranges, those that touch joined."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:

@@ -41,14 +41,14 @@ class Ranks:
         )
 
     def rank_floor(self, example: int) -> int:
-        """A lower bound of `rank`, from what is at hand."""
+        """A lower bound of `rank`; see `Excluded.rank_floor`."""
         ordinals = self.order.ordinals(example)
         return sum(
             each.rank_floor(ordinal) for each, ordinal in zip(self.excluded, ordinals, strict=True)
         )
 
     def select(self, rank: int) -> int:
-        """The example of a rank, of which there is one."""
+        """The example that has a rank; there must be one."""
         if self._is_single:
             return int(self.excluded[0].select(np.array([rank], np.int64))[0])
         # Up to and with the example there are rank + 1. As each example counts for one at most,
@@ -79,7 +79,7 @@ class Ranks:
         return np.concatenate([np.zeros(0, np.int64), *rows])
 
     def ranges(self, first_rank: int, stop_rank: int) -> list[tuple[int, int]]:
-        """The examples of these ranks as ranges: what is left out are the gaps."""
+        """The examples of these ranks as ascending ranges; the gaps are left out."""
         if first_rank == stop_rank:
             return []
         start, stop = self.select(first_rank), self.select(stop_rank - 1) + 1
@@ -97,7 +97,7 @@ class Ranks:
         return self._looked_at(start, stop)
 
     def _looked_at(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What is served of [start, stop), as ranges."""
+        """What is served of [start, stop), as ranges, by looking at each example."""
         examples = np.arange(start, stop, dtype=np.int64)
         sources, ordinals = self.order.draw(examples)
         left_out = np.empty(examples.shape, bool)

@@ -9,29 +9,30 @@ from numpy.typing import NDArray
 
 
 class Rows(NamedTuple):
-    """Some examples, and where they come from; int64, of one shape."""
+    """Some examples, and where they come from; int64 columns of one shape."""
 
     examples: NDArray[np.int64]
+    """Numbers of the examples in the run."""
     sources: NDArray[np.int64]
-    """Their numbers."""
+    """Number of the source of each."""
     epochs: NDArray[np.int64]
-    """Of the source."""
+    """Epoch of that source."""
     items: NDArray[np.int64]
-    """Of the source: records, unless it is filtered or packed."""
+    """Item of that source: a record, unless it is filtered or packed."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return self.examples.size
 
     def take(self, which: Any) -> Rows:
-        """Those of a mask or of indices."""
+        """The rows that a mask, a slice or indices select."""
         return Rows(*(column[which] for column in self))
 
     def of(self, source: int) -> Rows:
-        """Those of one source."""
+        """The rows of one source."""
         return self.take(self.sources == source)
 
     def numbers(self) -> list[int]:
-        """Of the sources that they come from, ascending."""
+        """The numbers of the sources that occur, ascending."""
         return np.unique(self.sources).tolist()  # type: ignore[no-any-return]

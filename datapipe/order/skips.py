@@ -15,14 +15,14 @@ from formats.errors import Misuse
 
 
 class Excluded(Protocol):
-    """A set of the numbers from 0 on, and arithmetic on what is left. A number is below 2^62."""
+    """A set of numbers in [0, 2^62) that are left out, and arithmetic on those that are left."""
 
     def rank(self, number: int) -> int:
         """How many numbers in [0, number) are left."""
         ...
 
     def rank_floor(self, number: int) -> int:
-        """A lower bound of `rank`, from what is at hand."""
+        """A lower bound of `rank`, for which nothing has to be worked out first."""
         ...
 
     def select(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -34,16 +34,16 @@ class Excluded(Protocol):
         ...
 
     def between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """What is left out of [start, stop), of which neither end is, as ranges, ascending.
+        """The numbers left out of [start, stop), as ranges: ascending, disjoint, not adjacent.
 
-        They are disjoint and not adjacent.
+        `start` and `stop - 1` must not be among them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Skips:
-    """A set of numbers as sorted, disjoint, non-adjacent half-open ranges; `Excluded`.
+    """A set of numbers as ascending, disjoint, non-adjacent half-open ranges; an `Excluded`.
 
     Build it with `Skips.of`, which takes ranges in any order and unites them.
     """
@@ -107,7 +107,7 @@ class Skips:
 
     @cached_property
     def _stops_from_nothing(self) -> NDArray[np.int64]:
-        """[i]: where the last of the first i ranges ends; 0 for none."""
+        """[i]: where the last of the first i ranges ends; 0 if i is 0."""
         return np.array([0, *(stop for _, stop in self.ranges)], np.int64)
 
     @cached_property
@@ -122,7 +122,7 @@ class Skips:
 
 
 def listed(ranges: Iterable[Any]) -> list[Any]:
-    """Several ranges, as they are. Raises Misuse: it is nothing of that kind."""
+    """The ranges as a list, each unchecked. Raises Misuse: it is no iterable of ranges."""
     try:
         found = iter(ranges)
     except TypeError:
@@ -135,7 +135,7 @@ def listed(ranges: Iterable[Any]) -> list[Any]:
 
 
 def checked_range(given: tuple[int, int]) -> tuple[int, int]:
-    """A range of examples, 0 to 2^62. Raises Misuse: it is none."""
+    """Start and stop of a range of examples, 0 to 2^62. Raises Misuse: it is no range."""
     try:
         start, stop = given
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""One source through its epochs: the k-th example that is taken from it is which of its items?
+"""One source through its epochs: which of its items is the k-th example that is taken from it?
 
 An *ordinal* counts the examples of one source through all epochs, served or skipped. A source may
-grow: then the epoch that is under way ends as it began, with the items there were, and the next one
-is the first with all of them. So no item comes twice within an epoch, and none is left out.
+grow: the epoch under way then ends with the items it began with, and the next one is the first with
+all of them. So no item comes twice within an epoch, and none is left out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from formats.errors import Misuse
 Shuffle = Literal["global", "blocks", "grain", "none"]
 SHUFFLES: Final[tuple[Shuffle, ...]] = ("global", "blocks", "grain", "none")
 
-
-_BLOCK: Final = 1 << 15  # positions that are worked out together: few at a time cost a multiple
-_AHEAD: Final = 16  # at most so many for each one that is asked for, so that a seek stays fast
-_FEW: Final = 32
-_SPARSE: Final = 4  # positions of a stretch for each one that is asked for
+_BLOCK: Final = 1 << 15  # positions worked out together: a few at a time cost a multiple each
+_AHEAD: Final = 16  # positions worked out for each one asked for, at most: a seek stays fast
+_FEW: Final = 32  # so few positions are worked out alone
+_SPARSE: Final = 4  # positions are worked out alone if fewer than one in so many is asked for
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Stream:
       stretches: in rising order; the first one begins at ordinal 0 with epoch 0.
       seed: of the shuffle.
       shuffle: "global", "blocks", "grain" or "none".
-      number: tells apart the sources under one seed.
-      blocks: for "blocks": of as many items as there are in the end, or more.
+      number: of the source: sources under one seed get different orders.
+      blocks: for "blocks": of as many items as there are after the last growth, or more.
     """
 
     stretches: tuple[Stretch, ...]
@@ -60,12 +59,13 @@ class Stream:
 
     @property
     def items(self) -> int:
-        """As many as there are in the end."""
+        """Number of items after the last growth."""
         return self.stretches[-1].items
 
     def grown(self, ordinal: int, items: int) -> Stream:
-        """This stream, with `items` items from the first epoch on that begins at `ordinal` or
-        later. What an earlier, later growth said about those epochs is replaced.
+        """This stream with `items` items in all epochs that begin at `ordinal` or later.
+
+        Replaces what the stream says about those epochs.
 
         Raises:
           Misuse: the source shrinks.
@@ -82,10 +82,10 @@ class Stream:
         return replace(self, stretches=(*before, Stretch(first, epoch, items)))
 
     def end(self, epochs: int | None) -> int:
-        """One past the last ordinal of that many epochs; 2^62 without an end.
+        """One past the last ordinal of so many epochs; 2^62 if there is no end.
 
         Raises:
-          Misuse: that is beyond 2^62.
+          Misuse: it is beyond 2^62.
         """
         if epochs is None:
             return LIMIT
@@ -111,7 +111,7 @@ class Stream:
         return epochs, items
 
     def _items(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The items at positions of an epoch, of which there is one at least."""
+        """The items at these positions of an epoch, int64; at least one position."""
         size, first, last = positions.size, int(positions.min()), int(positions.max())
         is_dense = _FEW <= size < _BLOCK and last - first < _SPARSE * size
         if not is_dense or self.shuffle == "blocks":
@@ -144,7 +144,7 @@ class Stream:
         return Orders(self.shuffle, items, self.seed, self.number, self.blocks)(epoch)
 
     def ordinals(self, item: int, epochs: range) -> Iterator[int]:
-        """The ordinals that are this item, in these epochs, in their order."""
+        """The ordinal of an item in each of these epochs, in their order, as far as it is there."""
         for epoch in epochs:
             at = self._of_epoch(epoch)
             if item < at.items:
@@ -174,7 +174,7 @@ class Stream:
 class Orders:
     """The order of the items of one source in each epoch: call it with the epoch.
 
-    `blocks` is for shuffle="blocks", of `items` or more: those behind have come in later.
+    `blocks` is for shuffle="blocks", of `items` records or more: those behind came in later.
 
     Raises, when called:
       Misuse: there are no such blocks; or Grain's order of so many items is no bijection.
@@ -188,8 +188,8 @@ class Orders:
 
     @property
     def name(self) -> str:
-        """What they are, for a fingerprint; the seed is not in it."""
-        return self.shuffle if self.blocks is None else f"{self.shuffle} {self.blocks.told}"
+        """All that decides them, for a fingerprint, except the seed."""
+        return self.shuffle if self.blocks is None else f"{self.shuffle} {self.blocks.signature}"
 
     def __call__(self, epoch: int) -> Order:
         if self.shuffle == "none":
@@ -197,13 +197,13 @@ class Orders:
         if self.shuffle == "blocks":
             if self.blocks is None:
                 raise Misuse("shuffle='blocks' needs the blocks of the source")
-            return self.blocks.of(self.items).order(self.seed, epoch, self.number)
+            return self.blocks.leading(self.items).order(self.seed, epoch, self.number)
         return _order(self.shuffle, self.items, self.seed, epoch, self.number)
 
 
 @functools.lru_cache(maxsize=64)
 def _order(shuffle: Shuffle, items: int, seed: int, epoch: int, number: int) -> Order:
-    """Kept, since its keys are made in Python: that takes longer than a batch."""
+    """Cached: making its keys, in Python, takes longer than a batch."""
     if shuffle == "grain":
         return GrainOrder(items, seed=seed, epoch=epoch)
     return Permutation(items, seed=seed, epoch=epoch, stream=number)
@@ -213,7 +213,7 @@ def _order(shuffle: Shuffle, items: int, seed: int, epoch: int, number: int) -> 
 def _items(
     shuffle: Shuffle, items: int, seed: int, epoch: int, number: int, first: int, stop: int
 ) -> NDArray[np.int64]:
-    """The items at these positions, as far as there are any; kept for the batches that follow."""
+    """The items at positions first..stop-1, cut at the end; cached for the batches to come."""
     found = _order(shuffle, items, seed, epoch, number)(np.arange(first, min(items, stop)))
     found.flags.writeable = False
     return found
