@@ -1,8 +1,9 @@
 """Making a batch from its rows: records through the functions of the user into one tree.
 
-First the records are read (`datapipe.batches.reading`), then each goes through the functions of
-examples, then they are stacked, then come the functions of batches. A record that turns out to be
-bad on the way gives its row to a substitute, which starts from the beginning; the other rows stay.
+The records are read (`datapipe.batches.reading`), each goes through the functions of examples, the
+examples are stacked, and the batch goes through the functions of batches. A record that turns out
+to be bad on the way gives its row to a substitute, which starts from the beginning; the other rows
+stay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from datapipe.batches.cost import Cost
 from datapipe.batches.faults import Fault, Tolerance
-from datapipe.batches.reading import Readable, Reads, has_trees, places, readable
+from datapipe.batches.reading import ReadRows, Reads, has_trees, places, read_or_replace
 from datapipe.batches.replacing import Replacing
 from datapipe.batches.returned import USUAL, refuse_no_example, refuse_other_rows
 from datapipe.batches.stack import objects, stack
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to read, what to do to it, and what to do about bad records."""
+    """What to read, what to do to it, and what to do about bad records.
+
+    sources: by number.
+    transforms: functions of examples, then functions of batches.
+    seed: of `.random_map`.
+    """
 
     sources: tuple[Source, ...]
     transforms: tuple[Transform, ...]
@@ -43,37 +49,37 @@ class Recipe:
 
     @cached_property
     def has_trees(self) -> bool:
-        """Whether a source reads trees, which are stacked example by example."""
+        """Whether a source gives trees, which are stacked example by example."""
         return any(map(has_trees, self.sources))
 
     @cached_property
     def only_reads(self) -> bool:
-        """Whether a batch is what was read, without a function and without stacking."""
+        """Whether a batch is what was read: no function is called and nothing is stacked."""
         return not (self.transforms or self.has_trees)
 
 
 class Made(NamedTuple):
-    """A batch, the bad records that came up in it and were not known before, and what it cost."""
+    """A batch, the bad records that were found in making it, and what it cost."""
 
     batch: Any
     faults: tuple[Fault, ...]
     cost: Cost
 
 
-def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, cost: Cost) -> Made:
+def make(recipe: Recipe, planned: Rows, known: Replaced, done: ReadRows | None, cost: Cost) -> Made:
     """One batch.
 
     Args:
       recipe: sources and transforms.
       planned: its rows.
       known: the records that are replaced.
-      done: the rows with substitutes for those, and their records; None: they are read.
-      cost: what the batch has cost up to here.
+      done: these rows with substitutes for `known`, read already; None: they are read here.
+      cost: what the batch has cost so far; it is added to.
 
     Raises:
-      BadRecord: a record is bad and not to be replaced; Mismatch: see `stack`, or a function
-        returns what it must not (see `datapipe.batches.returned`); what sources and functions raise
-        by no fault of a record, with a note that names it.
+      BadRecord: a record is bad and not to be replaced.
+      Mismatch: see `stack`; or a function returns what it must not (`datapipe.batches.returned`).
+      Whatever sources and functions raise that is no fault of a record, with a note on the place.
     """
     replacing = Replacing(recipe.sources, recipe.tolerance, known)
     each = [transform for transform in recipe.transforms if transform.kind != "map_batch"]
@@ -82,9 +88,9 @@ def make(recipe: Recipe, planned: Rows, known: Replaced, done: Readable | None, 
     else:
         if done is None:
             with cost.of("reading"):
-                done = readable(recipe.sources, planned, replacing)
+                done = read_or_replace(recipe.sources, planned, replacing)
         with cost.of("stacking"):
-            batch = _taken(recipe.sources, done)
+            batch = _as_read(recipe.sources, done)
     for number, transform in enumerate(recipe.transforms[len(each) :], start=len(each) + 1):
         try:
             with cost.of("functions"):
@@ -107,18 +113,18 @@ def _mapped(
     transforms: Sequence[Transform],
     planned: Rows,
     replacing: Replacing,
-    done: Readable | None,
+    done: ReadRows | None,
     cost: Cost,
 ) -> Any:
-    """The batch where functions make its examples."""
+    """The batch, example by example, stacked."""
     steady = len(list(takewhile(lambda transform: transform.kind == "map", transforms)))
     examples: list[Any] = [None] * planned.size
     items = planned.items.copy()
-    left = np.arange(planned.size)  # those that are not made yet
+    left = np.arange(planned.size)  # rows whose examples are not made yet
     while left.size:
         if done is None:
             with cost.of("reading"):
-                done = readable(recipe.sources, planned.take(left), replacing)
+                done = read_or_replace(recipe.sources, planned.take(left), replacing)
         rows, reads = done
         items[left] = rows.items
         at, numbers = places(recipe.sources, done).tolist(), rows.sources.tolist()
@@ -179,15 +185,19 @@ def _record(raw: Batch, place: int) -> Any:
 # -- whole batches ---------------------------------------------------------------------------------
 
 
-def _taken(sources: Sequence[Source], done: Readable) -> Any:
-    """The batch where no function of examples makes it: what was read is its own."""
+def _as_read(sources: Sequence[Source], done: ReadRows) -> Any:
+    """The batch without functions of examples: the columns or records that were read."""
     if len(sources) == 1:
         return _arrays(done.reads[0])
     return _mixed(done.reads, done.rows.sources)
 
 
 def _mixed(reads: Reads, sources: NDArray[np.int64]) -> Any:
-    """The rows of a batch of several sources, which must have the same columns."""
+    """A batch of several sources, which must have the same columns.
+
+    Raises:
+      Mismatch: they do not.
+    """
     numbers = sorted(reads)
     parts = {number: _arrays(reads[number]) for number in numbers}
     forms = {number: _form(part) for number, part in parts.items()}
@@ -214,7 +224,7 @@ def _form(part: Any) -> str:
 
 
 def _arrays(raw: Batch) -> Any:
-    """Records as a batch has them."""
+    """What a source returned, as arrays: lists become arrays of objects."""
     if isinstance(raw, list):
         return objects(raw)
     return {

@@ -11,7 +11,11 @@ STAGES: Final = ("reading", "functions", "stacking", "placing")
 
 @dataclass
 class Cost:
-    """What making one batch took, in seconds of the thread that did it; or a sum of such."""
+    """What making one batch took, by stage, in seconds of wall time; or a sum over batches.
+
+    records: rows of the batch.
+    size_bytes: of the batch on the host.
+    """
 
     records: int = 0
     size_bytes: int = 0
@@ -21,15 +25,15 @@ class Cost:
     placing_s: float = 0.0
 
     def of(self, stage: str) -> _Stopwatch:
-        """Adds the time that the block takes to a stage."""
+        """A context manager that adds the time of its block to a stage, one of `STAGES`."""
         return _Stopwatch(self, stage)
 
     def add_time(self, stage: str, seconds: float) -> None:
-        """Adds to a stage."""
+        """Adds to the time of a stage."""
         setattr(self, f"{stage}_s", getattr(self, f"{stage}_s") + seconds)
 
     def add(self, other: Cost) -> None:
-        """Adds all of another one."""
+        """Adds another cost."""
         self.records += other.records
         self.size_bytes += other.size_bytes
         self.reading_s += other.reading_s
@@ -44,7 +48,7 @@ class Cost:
 
 
 class _Stopwatch:
-    """One stage of one batch; a class, since a generator would cost a small batch a tenth more."""
+    """See `Cost.of`. A generator would make a small batch a tenth slower."""
 
     __slots__ = ("_cost", "_stage", "_start")
 

@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 
 Reads = dict[int, "Batch"]
-"""By the number of the source: the records of its rows, in their order."""
+"""By number of the source: the records of its rows, in the order of the rows."""
 
 
 def read(sources: Sequence[Source], rows: Rows) -> Reads:
-    """The records of rows.
+    """The records of rows, by one call of each source.
 
     Raises:
-      Misuse: a source returns another number than it is asked for; what a source raises.
+      Misuse: a source returns another number of records than it was asked for.
+      Whatever a source raises.
     """
     return {number: _read_source(sources[number], part) for number, part in _parts(sources, rows)}
 
 
-def shares(sources: Sequence[Source], parts: Sequence[Rows], reads: Reads) -> list[Readable]:
-    """What was read for the rows of all `parts`, one behind the other, cut up without a copy."""
+def split(sources: Sequence[Source], parts: Sequence[Rows], reads: Reads) -> list[ReadRows]:
+    """What was read for the rows of all `parts` together, by part, without a copy."""
     found: list[Reads] = [{} for _ in parts]
     for number, raw in reads.items():
         if len(sources) == 1:
@@ -45,7 +46,7 @@ def shares(sources: Sequence[Source], parts: Sequence[Rows], reads: Reads) -> li
         for share, (start, stop) in zip(found, bounds, strict=True):
             if start < stop:
                 share[number] = _cut(raw, start, stop)
-    return [Readable(*each) for each in zip(parts, found, strict=True)]
+    return [ReadRows(*each) for each in zip(parts, found, strict=True)]
 
 
 def _cut(raw: Batch, start: int, stop: int) -> Batch:
@@ -61,18 +62,19 @@ def _parts(sources: Sequence[Source], rows: Rows) -> list[tuple[int, Rows]]:
     return [(number, rows.of(number)) for number in rows.numbers()]
 
 
-class Readable(NamedTuple):
+class ReadRows(NamedTuple):
     """Rows whose records were read."""
 
     rows: Rows
     reads: Reads
 
 
-def readable(sources: Sequence[Source], planned: Rows, replacing: Replacing) -> Readable:
+def read_or_replace(sources: Sequence[Source], planned: Rows, replacing: Replacing) -> ReadRows:
     """The records of rows, with substitutes for those that cannot be read.
 
     Raises:
-      BadRecord: as `Replacing.note`; what a source raises that is no fault of a record.
+      BadRecord: see `Replacing.note`.
+      Whatever a source raises that is no fault of a record.
     """
     while True:
         rows = replacing.rows(planned)
@@ -87,13 +89,13 @@ def readable(sources: Sequence[Source], planned: Rows, replacing: Replacing) -> 
                     replacing.note(part, row, "cannot be read", reason)
                     bad = True
                 if not bad:
-                    raise  # each for itself they can be read
+                    raise  # each of them alone can be read
         if len(found) == len(parts):
-            return Readable(rows, found)
+            return ReadRows(rows, found)
 
 
-def places(sources: Sequence[Source], done: Readable) -> NDArray[np.int64]:
-    """Which of the records of its source that were read is that of each row; int64[k]."""
+def places(sources: Sequence[Source], done: ReadRows) -> NDArray[np.int64]:
+    """Of each row, where its record is among those read of its source; int64[rows]."""
     if len(sources) == 1:
         return np.arange(done.rows.size)
     at = np.empty(done.rows.size, np.int64)
@@ -106,8 +108,8 @@ def places(sources: Sequence[Source], done: Readable) -> NDArray[np.int64]:
 def _read_source(source: Source, rows: Rows) -> Batch:
     ids = ids_of(source, rows)
     wanted, back = ids, None
-    many_twice = bool(rows.size) and rows.epochs[0] != rows.epochs[-1]
-    if many_twice and not has_trees(source):
+    crosses_epochs = bool(rows.size) and rows.epochs[0] != rows.epochs[-1]  # so records may repeat
+    if crosses_epochs and not has_trees(source):
         wanted, back = np.unique(ids, return_inverse=True)
     raw = by_epoch.read(source, wanted)
     lengths = {len(raw)} if isinstance(raw, list) else {len(column) for column in raw.values()}
@@ -116,17 +118,17 @@ def _read_source(source: Source, rows: Rows) -> Batch:
             f"{type(source).__name__}.read was asked for {wanted.size} records and returned "
             f"{sorted(lengths)}: a source returns what it is asked for, or raises"
         )
-    return raw if back is None else _taken(raw, back)
+    return raw if back is None else _repeated(raw, back)
 
 
 def has_trees(source: Source) -> bool:
-    """Whether its examples have any form, so that only the source can make the same once more."""
+    """Whether its examples are trees of any form, of which only the source can make a copy."""
     spec = getattr(source, "spec", None)
     return spec is not None and spec.trees
 
 
-def _taken(raw: Batch, at: NDArray[np.int64]) -> Batch:
-    """Each row its own: a function that works in place changes that one only."""
+def _repeated(raw: Batch, at: NDArray[np.int64]) -> Batch:
+    """Records `at`, int64[n], of `raw`; repeats are copies, so that each may change in place."""
     if isinstance(raw, list):
         return _each(raw, at)
     return {
@@ -152,7 +154,7 @@ def _copied(value: Any) -> Any:
 
 
 def _unreadable(source: Source, rows: Rows, error: Exception) -> Iterator[tuple[int, Exception]]:
-    """Rows of one source that cannot be read, one of each record, and why.
+    """The rows of one source that cannot be read, one for each record, and why.
 
     Raises:
       Exception: what the source raises that is no fault of a record.
@@ -160,7 +162,7 @@ def _unreadable(source: Source, rows: Rows, error: Exception) -> Iterator[tuple[
     if not is_of_a_record(error):
         raise error
     _, firsts = np.unique(ids_of(source, rows), return_index=True)
-    parts = [(firsts, error)]  # together these raise that
+    parts = [(firsts, error)]  # rows that cannot be read together, and what that raises
     while parts:
         part, reason = parts.pop()
         named = _named(rows.take(part), reason)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Replacing:
-    """What is bad, as far as one batch is concerned. For one thread.
+    """The bad records of one batch. For one thread.
 
     Args:
       sources: of the pipeline.
-      tolerance: what becomes of bad records that come up.
-      known: those that are replaced whatever the policy says.
+      tolerance: what becomes of bad records that are found.
+      known: records that are replaced whatever the policy says.
     """
 
     def __init__(self, sources: Sequence[Source], tolerance: Tolerance, known: Replaced) -> None:
@@ -33,19 +33,19 @@ class Replacing:
 
     @property
     def found(self) -> tuple[Fault, ...]:
-        """Those that came up and were not known."""
+        """The bad records that were found and not known before."""
         return tuple(self._found.values())
 
     def told(self, rows: Rows, row: int, what: str, reason: Exception) -> str:
-        """What went wrong with a row by no fault of its record, in words."""
+        """A note on what went wrong with a row by no fault of its record."""
         fault = self._fault(rows, row, what, reason)
         return f"{fault}: mend the function, or leave it out with {_skip(fault.example)}"
 
     def note(self, rows: Rows, row: int, what: str, reason: Exception) -> None:
-        """The record of a row turns out to be bad.
+        """Takes down that the record of a row is bad.
 
         Raises:
-          BadRecord: it is not to be replaced, or there are too many; caused by `reason`.
+          BadRecord: it is not to be replaced, or there are too many; `reason` is its cause.
         """
         fault = self._fault(rows, row, what, reason)
         if self._tolerance.policy == "raise":
@@ -55,7 +55,7 @@ class Replacing:
             raise too_many(len(self._known), self.found, self._tolerance.limit) from reason
 
     def rows(self, planned: Rows) -> Rows:
-        """The rows with substitutes for all records that are bad as far as is known.
+        """The rows, with substitutes for all records that are known or found to be bad.
 
         Raises:
           BadRecord: there is no substitute.

@@ -1,7 +1,7 @@
-"""What functions of the user hand back, looked at before anybody goes on with it.
+"""What functions of the user return, checked before it is used.
 
-A function that returns something else than it should is told by its own name, where it did so. No
-other record would mend that, so that none takes the place of the one at hand.
+A function that returns something else than it should gets an error with its own name. Another
+record would mend nothing, so none is replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from formats.errors import Mismatch
 
 USUAL: Final = frozenset({dict, tuple, list, bytes, str, int, float, bool, np.ndarray})
-"""Types of examples that need no look."""
+"""Types of examples that need no check."""
 
 _LISTED: Final = 8  # faulty leaves that a message names
 
@@ -36,7 +36,7 @@ def refuse_no_example(value: Any, by: str) -> None:
 
 
 def is_spent(kind: type) -> bool:
-    """Whether such a value can be gone through, or waited for, only once, and is not kept."""
+    """Whether values of a type can be iterated over, or awaited, only once."""
     return hasattr(kind, "__next__") or hasattr(kind, "__await__")
 
 
@@ -46,10 +46,10 @@ SPENT_CURE: Final = (
 
 
 def refuse_other_rows(batch: Any, rows: int, by: str) -> None:
-    """Refuses a batch that a function made of `rows` rows, and that has not as many everywhere.
+    """Refuses what is no batch of `rows` rows.
 
-    A batch is a tree of dicts, tuples, named tuples, lists, and what JAX was told to be inner
-    nodes, with one array or more; None stands for no tree at all. `by` names the function.
+    A batch is a tree of dicts, tuples, named tuples, lists, and nodes registered with JAX, with one
+    array or more; None is a tree without leaves. `by` names the function that returned it.
 
     Raises:
       Mismatch: a leaf is no array, or its first axis is not `rows` long; or there is no array.
@@ -85,7 +85,7 @@ def is_array(value: Any) -> bool:
 
 
 def _fault(leaf: Any, rows: int) -> str:
-    """What an array of so many rows is not, in words; empty: it is one."""
+    """What a leaf is instead of an array of so many rows; empty: it is one."""
     if not is_array(leaf):
         return f"{type(leaf).__name__} {leaf!r:.40}, which is no array"
     shape = tuple(leaf.shape)
@@ -112,9 +112,9 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _registered(node: Any) -> list[tuple[str, Any]] | None:
-    """The children of what is an inner node to JAX, with their names; None: it is a leaf.
+    """The children of a node registered with JAX, with their names; None: it is a leaf.
 
-    Whoever registered it has imported JAX; nobody else has to.
+    Whoever registered one has imported JAX; nobody else needs to.
     """
     trees = getattr(sys.modules.get("jax"), "tree_util", None)
     if trees is None or is_spent(type(node)):

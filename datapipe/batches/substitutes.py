@@ -1,9 +1,8 @@
 """Records that are replaced, and by which others.
 
-A record that is known to be bad is replaced wherever it comes up. Which record of its source stands
-in for it is a pure function of the two: a fixed sequence of candidates, the first one that is not
-bad itself. It stands there as it would where the plan has it in that epoch: what is random about it
-depends on the substitute, so that the example is the same one in both places.
+A record that is known to be bad is replaced wherever it comes up. Its substitute is the first of a
+fixed sequence of records of its source that is not bad itself. The random numbers of the example
+are those of the substitute in that epoch, so that it is the same example in both of its places.
 
 The *id* of a record is its number in its source or, where the epoch decides what it is, its number
 through all epochs (see `datapipe.sources.epoch_sources.keys`).
@@ -27,18 +26,23 @@ from datapipe.sources import epoch_sources
 if TYPE_CHECKING:
     from formats.source import Source
 
-CANDIDATES: Final = 64  # looked at for one record; more than one or two only where most are bad
+CANDIDATES: Final = 64  # for one record; more than one or two are looked at only if most are bad
 
 
 def ids_of(source: Source, rows: Rows) -> NDArray[np.int64]:
-    """Of rows of one source: the ids of their records, int64[rows]."""
+    """The ids of the records of rows of one source, int64[rows]."""
     return epoch_sources.keys(source, rows.items, rows.epochs)
 
 
 def candidates(source: int, id: int, items: int) -> Iterator[int]:
-    """The items that may stand in for a record, of as many; repeats are possible.
+    """The items that may stand in for a record, in their order; repeats are possible.
 
-    The order is part of what a saved position means and never changes.
+    A saved position depends on this order: it never changes.
+
+    Args:
+      source: its number.
+      id: of the record.
+      items: number of items of the source.
     """
     for attempt in range(CANDIDATES):
         yield mix(source, id, attempt) % items
@@ -55,11 +59,11 @@ class Replaced:
 
     @staticmethod
     def of(records: Iterable[tuple[int, int]]) -> Replaced:
-        """Of (source, id) pairs."""
+        """The set of these (source, id) pairs."""
         return Replaced().union(records)
 
     def union(self, records: Iterable[tuple[int, int]]) -> Replaced:
-        """These and more (source, id) pairs."""
+        """This set and more (source, id) pairs."""
         pairs = sorted({*self.pairs(), *records})
         found: list[tuple[int, ...]] = []
         for source, members in itertools.groupby(pairs, lambda pair: pair[0]):
@@ -78,7 +82,7 @@ class Replaced:
         return sum(map(len, self.ids))
 
     def mask(self, source: int, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of ids of a source, which are among them; same shape."""
+        """For each id of a source, whether it is in the set; same shape."""
         known = self._sorted[source] if source < len(self.ids) else np.zeros(0, np.int64)
         if not known.size:
             return np.zeros(ids.shape, bool)

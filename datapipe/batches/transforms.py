@@ -22,9 +22,14 @@ Kind = Literal["map", "random_map", "map_batch"]
 
 @dataclass(frozen=True)
 class Transform:
-    """One function of the pipeline: what it is called with is told by its kind.
+    """One function of the pipeline.
 
-    "map": fn(example). "random_map": fn(example, rng). "map_batch": fn(batch).
+    kind: how it is called: "map": fn(example); "random_map": fn(example, rng); "map_batch":
+      fn(batch).
+    version: stands for the code of `fn`; 1 to 64 characters.
+
+    Raises:
+      Misuse: `fn` cannot be called, or `version` is no such text.
     """
 
     kind: Kind
@@ -43,7 +48,7 @@ class Transform:
         return f"{self.kind} {self.version}"
 
     def told(self, number: int) -> str:
-        """The function by its names, as function `number` of the pipeline, counted from 1."""
+        """The function as messages name it; `number` in the pipeline is counted from 1."""
         fn = self.fn
         while isinstance(fn, functools.partial):
             fn = fn.func
@@ -52,7 +57,7 @@ class Transform:
 
 
 def extended(transforms: Sequence[Transform], added: Transform) -> tuple[Transform, ...]:
-    """`transforms` with one more behind.
+    """`transforms` and one more.
 
     Raises:
       Misuse: a function of examples would come after a function of batches.

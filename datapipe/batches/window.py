@@ -1,8 +1,8 @@
 """The coming batches: read together, in the order of the files, and made one by one.
 
-A `Window` is a few consecutive batches of a plan. Their records are read by one call when the first
-of the batches is made, and each batch then gets its part of what came, without another copy. A
-batch is a pure function of plan, source and transforms: which window it is in does not change it.
+A `Window` is a few consecutive batches of a plan. When the first of them is made, the records of
+all are read by one call, and each batch gets its part of them without another copy. A batch is a
+pure function of plan, sources and transforms: it does not depend on its window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from datapipe.batches.batch import Made, Recipe, make
 from datapipe.batches.cost import Cost
 from datapipe.batches.faults import Fault
-from datapipe.batches.reading import Readable, read, shares
+from datapipe.batches.reading import ReadRows, read, split
 from datapipe.batches.replacing import Replacing
 from datapipe.batches.substitutes import Replaced
 from datapipe.order.plan import Plan
@@ -59,7 +59,7 @@ class Window:
         self._replaced = replaced
         self._examples = plan.examples(next_example, count)
         self._lock = threading.Lock()
-        self._shares: list[tuple[Rows, Readable | None]] | None = None
+        self._shares: list[tuple[Rows, ReadRows | None]] | None = None
         self._is_quick = False
 
     @property
@@ -72,21 +72,22 @@ class Window:
         return int(self._examples[index][-1]) + 1
 
     def is_at_hand(self, index: int) -> bool:
-        """Whether batch `index` is read and needs no more work than a thread costs."""
+        """Whether batch `index` is read, and making it takes less time than a thread is worth."""
         if self._shares is None or self._shares[index][1] is None:
             return False
         return self._recipe.only_reads
 
     @property
     def was_quick(self) -> bool:
-        """Whether all of it was made in less time than a thread is worth."""
+        """Whether making all of it took less time than a thread is worth."""
         return self._is_quick and self._recipe.only_reads
 
     def batch(self, index: int) -> Made:
-        """Batch `index` of the window; to be asked for once, since its arrays are handed out.
+        """Batch `index` of the window. Ask once: the caller owns its arrays.
 
         Raises:
           BadRecord: a record of *this* batch is bad and not to be replaced.
+          Whatever `make` raises.
         """
         cost = Cost()
         with self._lock:
@@ -103,10 +104,10 @@ class Window:
             raise RuntimeError("a function of the pipeline raised StopIteration") from error
 
     def holds(self, index: int, faults: Sequence[Fault], replaced: Replaced) -> bool:
-        """Whether batch `index` is the same one where these records are replaced.
+        """Whether batch `index`, as it was made, is right if these records are replaced.
 
-        `faults` are the records that came up in it. Records that were good when it was made may be
-        bad by now, in their own places or in those of others.
+        `faults` are the bad records that were found in it. Records that counted as good when it was
+        made may be in `replaced` by now, in their own places or as substitutes.
         """
         if replaced is self._replaced:
             return True
@@ -122,10 +123,10 @@ class Window:
             return False
         return np.array_equal(then.items, now.items)
 
-    def _read(self) -> list[tuple[Rows, Readable | None]]:
-        """Of each batch its rows, and what was read for it.
+    def _read(self) -> list[tuple[Rows, ReadRows | None]]:
+        """The rows of each batch, and what was read for it.
 
-        None where the reading failed: each batch then reads alone, and the one at fault says so.
+        None if reading failed: each batch then reads for itself, and only those at fault raise.
         """
         whole = self._located(self._examples)
         planned = self._cut(whole)
@@ -137,17 +138,17 @@ class Window:
         except Exception:
             return [(batch, None) for batch in planned]
         parts = planned if rows is whole else self._cut(rows)
-        return list(zip(planned, shares(recipe.sources, parts, reads), strict=True))
+        return list(zip(planned, split(recipe.sources, parts, reads), strict=True))
 
     def _located(self, batches: Sequence[NDArray[np.int64]]) -> Rows:
-        """The rows of batches, one behind the other."""
+        """The rows of batches, one batch after the other."""
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
         examples = np.concatenate(batches)
         return self._plan.locate(examples)
 
     def _cut(self, rows: Rows) -> list[Rows]:
-        """Those of each batch."""
+        """These rows by batch."""
         sizes = [len(each if self._rows is None else self._rows) for each in self._examples]
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return [rows.take(slice(*ends)) for ends in bounds]
