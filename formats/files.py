@@ -122,7 +122,8 @@ def replacing(path: Pattern, temporary: str | None = None) -> Iterator[str]:
     temporary: a name in the same directory, of a file that nobody else writes to; a fresh one
         unless given.
 
-    Raises: NotFound when there is no directory for it; Misuse for what is no name of a file.
+    Raises: NotFound when there is no directory for it; Misuse for what is no name of a file;
+    StoreFailed when the file cannot be put in its place.
     """
     target = os.path.abspath(checked_path("path", path))
     if os.path.isdir(target):
@@ -134,13 +135,15 @@ def replacing(path: Pattern, temporary: str | None = None) -> Iterator[str]:
         temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        _sync(temporary)
-        os.replace(temporary, target)
+        with naming(target, "written"):
+            _sync(temporary)
+            os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    _sync(directory)
+    with naming(target, "written"):
+        _sync(directory)
 
 
 def _sync(path: str) -> None:
