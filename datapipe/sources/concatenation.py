@@ -1,9 +1,9 @@
 """Documents laid end to end in the shuffled order of an epoch, and cut into rows.
 
-No padding, and documents that are cut where a row ends. Every epoch has as many rows, so that they
-are the items of a stream that is not shuffled again; what a row holds depends on the epoch. A row
-is found through an index of each epoch: how many tokens come before every 4,096th document. A row
-costs the documents of its block, wherever it stands.
+There is no padding; a document is cut where its row ends. All epochs have equally many rows, which
+are the items of a stream that is not shuffled again; what a row holds depends on the epoch. Each
+epoch has an index: how many tokens come before every 4,096th document. Finding a row costs the
+documents of its block, wherever it is.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _EPOCHS: Final = 2  # indexes that are held: a window of batches may lie across 
 class Cut:
     """The rows of one epoch.
 
-    Making the index goes once through all documents: up to 200 ns each, in memory of 8 bytes per
-    4,096 documents beside the lengths. It is made at the first question.
+    Its index is made at first use, by one pass over all documents: up to 200 ns each. It takes 8
+    bytes per 4,096 documents beside the lengths.
 
     Args:
       lengths: tokens of each document, int[n].
-      order: of the documents in this epoch; of n.
+      order: of the n documents in this epoch.
       capacity: tokens of a row.
-      rows: how many there are; see `Concatenation`.
+      rows: number of rows; see `Concatenation`.
     """
 
     lengths: NDArray[np.integer[Any]]
@@ -63,7 +63,7 @@ class Cut:
         stop = np.minimum(first + self.capacity, self._before[-1])
         blocks = self._blocks(first, stop - 1)
         records, begins, ends = self._documents(blocks)
-        # Of documents that begin at one place only the last one has tokens.
+        # If several documents begin at one place, only the last one has tokens.
         at = np.searchsorted(begins, first, side="right") - 1
         counts = np.searchsorted(begins, stop, side="left") - at
         places = ranges(at, counts)
@@ -117,13 +117,16 @@ class Cut:
     def _documents(
         self, blocks: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of the documents of these blocks, in their order: record, first token, one past last."""
+        """The documents of these blocks in their order: record, first token, one past the last.
+
+        Tokens are counted from the start of the epoch; int64[k] each.
+        """
         stops = np.minimum((blocks + 1) * BLOCK, self.lengths.size)
         counts = stops - blocks * BLOCK
         records = self.order(ranges(blocks * BLOCK, counts))
         lengths = self.lengths[records].astype(np.int64)
         ends = np.cumsum(lengths)
-        # Blocks between may be missing: each one counts from its own base.
+        # Blocks in between may be missing: each counts from its own base.
         firsts = np.cumsum(counts) - counts
         base = self._before[blocks] - (ends[firsts] - lengths[firsts])
         ends += np.repeat(base, counts)

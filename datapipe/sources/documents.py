@@ -33,15 +33,15 @@ class Documents:
 
     @staticmethod
     def of(source: Source, lengths: Lengths, column: str, dtype: str | None) -> Documents:
-        """Finds out where the tokens are.
+        """Finds out where the tokens are, by the spec of the source.
 
         Args:
           column: of a source of columns: one of lists of integers, of arrays or of bytes.
           dtype: of tokens that are bytes; of others it is known.
 
         Raises:
-          Misuse: there is no such column, or it cannot hold tokens; `dtype` is missing, too much,
-            or none; there are not as many lengths as documents.
+          Misuse: there is no such column, or it cannot hold tokens; `dtype` is missing, not needed,
+            or no dtype of tokens; there are not as many lengths as documents.
         """
         if len(lengths) != len(source):
             raise Misuse(f"wanted lengths of {len(source)} documents, found {len(lengths)}")
@@ -83,11 +83,14 @@ class Documents:
         return Documents(source, lengths, column, there.dtype)
 
     def read(self, records: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """The tokens of these documents, int64[n]; one call of the source.
+        """The tokens of documents `records`, int64[n], by one call of the source.
+
+        One array of one dimension for each.
 
         Raises:
-          BadRecord: one has no tokens, or bytes that are none.
-          Mismatch: one has not as many as the index says. What the source raises.
+          BadRecord: one has no tokens, or bytes that are no tokens.
+          Mismatch: one does not have as many tokens as the index says.
+          Whatever the source raises.
         """
         raw = self.source.read(records)
         values = raw[self.column] if isinstance(raw, dict) else raw

@@ -1,4 +1,4 @@
-"""Sources whose items are other ones in every epoch."""
+"""Sources whose items differ from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from formats.source import Batch, Source
 
 
 class EpochSource(Source):
-    """A source with as many items in every epoch, which the epoch decides as well."""
+    """A source with equally many items in every epoch, which may differ from epoch to epoch."""
 
     @property
     def varies(self) -> bool:
-        """Whether an item can be another one in another epoch."""
+        """Whether items can differ from epoch to epoch."""
         return True
 
     @abc.abstractmethod
@@ -28,10 +28,10 @@ class EpochSource(Source):
 
     @final
     def read(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """Items that are the same in every epoch; see `Source.read`.
+        """See `Source.read`; for items that are the same in every epoch.
 
         Raises:
-          Misuse: they are not: whoever asks has to say of which epoch.
+          Misuse: they are not, so that the epoch must be given: see `read_epochs`.
         """
         if self.varies:
             raise Misuse(
@@ -43,33 +43,36 @@ class EpochSource(Source):
 
 
 class OrderedSource(EpochSource):
-    """One with an order of its own in each epoch, which is served as it stands."""
+    """An `EpochSource` that shuffles itself: a plan serves its items in their own order."""
 
     @abc.abstractmethod
     def shuffled(self, shuffle: Shuffle, seed: int, number: int, window: int) -> OrderedSource:
-        """The same with that order in its epochs.
+        """This source in the order of that shuffle.
 
         Args:
-          number: tells apart sources under one seed.
+          number: of the source: sources under one seed get different orders.
           window: blocks that are shuffled together; for "blocks".
+
+        Raises:
+          Misuse: there is no such order.
         """
 
 
 def varies(source: Source) -> bool:
-    """Whether an item of a source can be another one in another epoch."""
+    """Whether items of a source can differ from epoch to epoch."""
     return isinstance(source, EpochSource) and source.varies
 
 
 def keys(source: Source, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One number for each item to read, different where they are; int64[n].
+    """A number for each item of an epoch, equal only for what reads the same; int64[n].
 
-    The item itself or, where the epoch decides what it is, its number through all epochs.
+    The item itself or, if items differ from epoch to epoch, its number through all epochs.
     """
     return epochs * len(source) + items if varies(source) else items
 
 
 def read(source: Source, wanted: NDArray[np.int64]) -> Batch:
-    """What these keys, int64[n], name; see `Source.read`."""
+    """The items of these `keys`, int64[n]; see `Source.read`."""
     if isinstance(source, EpochSource) and source.varies:
         epochs, items = np.divmod(wanted, len(source))
         return source.read_epochs(items, epochs)

@@ -1,7 +1,7 @@
 """Which bin a piece goes into: first fit and best fit, over the pieces of windows.
 
-Windows have nothing to do with one another. First fit goes through many of them at once, a piece of
-each at a time, which takes up to a tenth of the time that one by one takes.
+Windows are independent of each other. First fit goes through many of them at once, placing a piece
+of each at a time, which can take a tenth of the time that one window after the other takes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 Strategy = Literal["first-fit", "best-fit"]
 STRATEGIES: Final = ("first-fit", "best-fit")
 
-_FAN: Final = 16  # children of a node: as many bits as a table can be asked for
-_HELD: Final = 1 << 24  # pieces that are gone through at once, of all windows together
-_MANY: Final = 32  # windows from which on going through them at once is faster
+_FAN: Final = 16  # children of a node: their bits are the index into a table
+_HELD: Final = 1 << 24  # pieces held at once, of all windows together
+_MANY: Final = 32  # from so many windows on it is faster to go through them at once
 _FIRST: Final = np.array([(bits & -bits).bit_length() - 1 for bits in range(1 << _FAN)], np.int8)
-"""By 16 bits, the lowest that is set."""
+"""For 16 bits as an index, the number of the lowest one that is set."""
 
 
 def openers(
@@ -76,9 +76,9 @@ def _first_fits(
 class _Trees:
     """The bins of several windows, a tree for each.
 
-    A node has for each of its 16 children the most room of any bin below, so that comparing these
-    with the size of a piece gives 16 bits, and a table the first child with room. Bins that are not
-    opened have all their room, so that the next one is found like the others.
+    A node has, for each of its 16 children, the most room of any bin below it. Comparing these with
+    the size of a piece gives 16 bits, and a table gives the first child with room. Bins that are
+    not open have all their room, so that opening one is no special case.
     """
 
     def __init__(self, windows: int, bins: int, capacity: int) -> None:
@@ -101,7 +101,7 @@ class _Trees:
             nodes *= _FAN
 
     def placed(self, sizes: NDArray[Any]) -> NDArray[np.int64]:
-        """Puts a piece into the first bin with room of each window; its number there."""
+        """Puts one piece into each window; returns the numbers of the bins, int64[windows]."""
         column = sizes[:, None]
         nodes, path = self._roots, []
         for rooms in self._levels:
@@ -124,8 +124,8 @@ class _Trees:
 def _first_fit(sizes: list[int], capacity: int) -> list[int]:
     """Of each piece, the number of the one that opened its bin.
 
-    A tree of the most room below each node finds the first bin with room. Bins that are not opened
-    have all their room, so that the next one is found like the others.
+    A binary tree with the most room below each node finds the first bin with room. Bins that are
+    not open have all their room, so that opening one is no special case.
     """
     leaves = 1 << max(0, len(sizes) - 1).bit_length()
     room = [capacity] * (2 * leaves)
@@ -151,7 +151,7 @@ def _first_fit(sizes: list[int], capacity: int) -> list[int]:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The same, for the bin with the least room: rooms with openers, in rising order."""
+    """The same for best fit: a sorted list of the rooms of open bins, with their openers."""
     bits = len(sizes).bit_length()
     opener_mask = (1 << bits) - 1
     open_bins: list[int] = []  # room << bits | opener

@@ -1,4 +1,4 @@
-"""Grain datasets with random access as sources: their own chain of transformations reads."""
+"""Grain datasets with random access as sources, read through their own transformations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GrainSource(EpochSource):
 
     @property
     def varies(self) -> bool:
-        """Unless the chain is only of what computes the same of the same element."""
+        """False if all transformations of the chain do the same in every epoch."""
         return any(
             type(node).__name__ not in _STEADY or not type(node).__module__.startswith("grain.")
             for node in _nodes(self.dataset)
@@ -94,7 +94,7 @@ class GrainSource(EpochSource):
         return found
 
     def _elements(self, indices: list[int]) -> list[Any]:
-        """Also where the chain has no batches, or they are not what single elements are."""
+        """Elements by one call, or one by one if the chain has no batches or they differ."""
         several = len(indices) > 1
         if self._has_batches is None and several:
             few = [indices[0], indices[len(indices) // 2], indices[-1]]
@@ -122,10 +122,10 @@ class GrainSource(EpochSource):
         return Spec(trees=True)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Lengths and names of the chain, the fingerprints of what it reads, and a few elements.
+        """Names and lengths of the chain, fingerprints of its sources, and a few elements.
 
-        Of floating-point numbers in them the first digits count: see `tree_digest.coarse`.
-        Reads up to 16 elements, twice, once.
+        Only the first digits of floating-point numbers count: see `tree_digest.coarse`. The first
+        call reads up to 16 elements twice.
 
         Raises:
           Misuse: an element is another one when it is read again.
@@ -221,12 +221,12 @@ def _nodes(dataset: Any) -> Iterator[Any]:
 
 
 def _sources(dataset: Any) -> list[Any]:
-    """What it reads from."""
+    """The sources that it reads from."""
     return [node._source for node in _nodes(dataset) if hasattr(node, "_source")]
 
 
 def _chain(dataset: Any) -> str:
-    """What a dataset is made of, by names and lengths, which are the same in every process."""
+    """The chain of a dataset: names and lengths, which are the same in every process."""
     name, parents = type(dataset).__name__, getattr(dataset, "parents", ())
     if not parents:
         beneath = getattr(dataset, "_source", None)
@@ -255,7 +255,7 @@ def _refuse_what_is_no_source(dataset: Any) -> None:
 
 
 class _Batches:
-    """A source with batches under the name that PyTorch gave them, under that of Grain."""
+    """A source with PyTorch's `__getitems__`, which gives it to Grain as `_getitems`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -271,9 +271,9 @@ class _Batches:
 
 
 def _with_batched_sources(dataset: Any) -> Any:
-    """The same dataset, with batches of the sources that Grain would ask for single elements.
+    """A copy of the dataset that reads batches where Grain would read single elements.
 
-    It is compared with the first before it is relied upon.
+    `_batch_is` compares the two before the copy is used.
     """
     source, parents = getattr(dataset, "_source", None), getattr(dataset, "_parents", ())
     if hasattr(source, "__getitems__") and not hasattr(source, "_getitems"):

@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from formats.source import Batch, Source
 
 Progress = Callable[[int, int], None]
-"""Told the records done, and the records in all."""
+"""Is called with the number of records done, and of all records."""
 
 
 def kept_by(
     source: Source, function: Callable[[Any], Any], progress: Progress | None = None
 ) -> Kept:
-    """The records for which `function(record)` is true; a record as bytes or a dict of columns.
+    """The records for which `function(record)` is true; a record is bytes or a dict of columns.
 
     Raises:
-      BadRecord: the function fails for a record. Misuse: it returns no boolean.
-      What the source raises.
+      BadRecord: the function fails for a record.
+      Misuse: it returns no boolean.
+      Whatever the source raises.
     """
     found = np.zeros(len(source), np.bool_)
     _each(source, function, _boolean, found, progress)
@@ -39,8 +40,9 @@ def lengths_by(
     """Tokens of each document, as `function(record)` says; see `kept_by`.
 
     Raises:
-      BadRecord: the function fails for a record. Misuse: it returns no integer from 0 on.
-      What the source raises.
+      BadRecord: the function fails for a record.
+      Misuse: it returns no integer from 0 on.
+      Whatever the source raises.
     """
     found = np.zeros(len(source), np.int64)
     _each(source, function, _count, found, progress)

@@ -38,9 +38,9 @@ class Kept:
     Build it with `Kept.of_mask`, `Kept.of_ids` or `Kept.load`. It holds 8 bytes for each record
     that is kept; those of a loaded one are the pages of its file, also in other processes.
 
-    ids: int64[k], ascending, read-only.
-    records: how many the source has.
-    stored: the file that has it.
+    ids: int64[k], strictly ascending, read-only.
+    records: number of records of the source.
+    stored: the file it was loaded from, if any.
     """
 
     ids: NDArray[np.int64]
@@ -76,7 +76,7 @@ class Kept:
         """From the numbers of those that are kept, int[k], strictly ascending.
 
         Raises:
-          Misuse: they are not, or one is outside [0, records).
+          Misuse: they are no such numbers, or one is outside [0, records).
         """
         records = integer("records", records, 0, LIMIT)
         found = fresh_indices(ids, records)
@@ -154,8 +154,8 @@ class Lengths:
 
     Build it with `Lengths.of` or `Lengths.load`; loaded ones are the pages of their file.
 
-    tokens: int[n], read-only; int32 where that is enough.
-    stored: the file that has them.
+    tokens: int[n], read-only; int32 if that is enough.
+    stored: the file they were loaded from, if any.
     """
 
     tokens: NDArray[np.integer[Any]]
@@ -166,7 +166,7 @@ class Lengths:
         """From one integer for each document.
 
         Raises:
-          Misuse: they are not, one is below 0, or they are 2^61 tokens or more together.
+          Misuse: they are no such integers, one is below 0, or their sum is 2^61 or more.
         """
         try:
             given = np.asarray(tokens)
@@ -183,7 +183,7 @@ class Lengths:
         return int(self.tokens.size)
 
     def of_kept(self, kept: Kept) -> Lengths:
-        """Those of the documents that are kept."""
+        """The lengths of the documents that are kept."""
         return Lengths.of(self.tokens[kept.ids])
 
     @cached_property

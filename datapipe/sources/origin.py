@@ -1,4 +1,4 @@
-"""What an index was made from, so that one of other data is refused."""
+"""What an index was made from, so that an index of other data is refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ if TYPE_CHECKING:
     from formats.source import Source
 
 _PREFIX: Final = "source."
-_READING: Final = (
-    "columns",
-    "fill_null",
-)  # of what can leave out columns: the records stay the same
+_READING: Final = ("columns", "fill_null")  # how records are read, not which records they are
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of an index, and the function that decided.
+    """The source of an index, and the function that made it.
 
-    source: what tells it apart, as `told_apart` gives it.
-    function: `module:name`; empty where there was none.
+    source: see `identifying_fields`.
+    function: `module:name`; empty if there was none.
     version: of the function.
     """
 
@@ -38,7 +35,7 @@ class Origin:
     @staticmethod
     def of(source: Source, function: str = "", version: str = "") -> Origin:
         """Asks the source for its fingerprint."""
-        return Origin(told_apart(source.fingerprint()), function, version)
+        return Origin(identifying_fields(source.fingerprint()), function, version)
 
     def to_json(self) -> dict[str, str | int]:
         """For the header of a sidecar."""
@@ -60,7 +57,7 @@ class Origin:
 
     def require(self, source: Source, path: Pattern) -> None:
         """Raises Mismatch unless it was made from `source`, whichever of its columns are read."""
-        wanted = told_apart(source.fingerprint())
+        wanted = identifying_fields(source.fingerprint())
         if wanted["digest"] != self.source["digest"]:
             made = f", made by {self.function} {self.version}" if self.function else ""
             raise Mismatch(
@@ -74,8 +71,8 @@ class Origin:
             )
 
 
-def told_apart(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
-    """Which records a fingerprint is of: a digest, and what helps to see how others differ."""
+def identifying_fields(fingerprint: Mapping[str, Any]) -> dict[str, str | int]:
+    """Which records a fingerprint belongs to: a digest, and fields that show differences."""
     left_out = {"digest", *(_READING if "fill_null" in fingerprint else ())}
     records = {name: value for name, value in fingerprint.items() if name not in left_out}
     files = fingerprint.get("files")

@@ -1,9 +1,9 @@
 """Documents packed into rows of a fixed number of tokens, before the shuffle.
 
-Packing goes through the documents in stored order, in *windows* of so many documents each, and no
-row holds documents of two windows: a row is read from a short stretch of the files, and the
-outcome does not depend on order, hosts or workers. A row is a *bin*, and bins are numbered by the
-document that opened them. They are the items that are shuffled then.
+Packing goes through the documents in stored order, in *windows* of equally many documents. No row
+holds documents of two windows, so that a row is read from a short stretch of the files; and the
+result does not depend on order, hosts or workers. A row is a *bin*. Bins are numbered in the order
+of the documents that opened them; they are the items that are shuffled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Packed:
     """What decides the bins: equal values, equal bins.
 
     lengths: digest of the lengths of all documents.
-    documents: how many there are.
+    documents: number of documents.
+    capacity, window, strategy, oversize: see `pack`.
     """
 
     lengths: str
@@ -76,14 +77,13 @@ class Packed:
 class Bins:
     """Which pieces of which documents each bin holds.
 
-    Build it with `pack` or `Bins.load`. It holds 20 bytes a piece and 8 a bin; of loaded ones they
-    are the pages of their file, also in other processes. Another 8 a piece from the first question
-    backwards on.
+    Build it with `pack` or `Bins.load`. It holds 20 bytes a piece and 8 a bin; if loaded, these are
+    the pages of its file, also in other processes. The first call of `bins` adds 8 bytes a piece.
 
     made: what decided them.
     bounds: int64[bins + 1]: bin b holds the pieces from bounds[b] to below bounds[b + 1].
     records, starts: int64[pieces], lengths: int32[pieces]; see `Pieces`.
-    stored: the file that has them.
+    stored: the file they were loaded from, if any.
     """
 
     made: Packed
@@ -104,7 +104,7 @@ class Bins:
 
     @cached_property
     def padding_share(self) -> float:
-        """Padding in all tokens of all bins, 0 to 1; 0 without bins."""
+        """The share of padding in all bins, 0 to 1; 0 without bins."""
         room = len(self) * self.capacity
         return 1 - int(self.lengths.sum(dtype=np.int64)) / room if room else 0.0
 
@@ -215,8 +215,8 @@ def pack(
       oversize: "split": a document of more than `capacity` tokens becomes pieces that fill a bin
         each, and the rest, which is packed; "refuse": it is an error.
 
-    It takes one to three microseconds a document, a few tenths of one with first-fit in many
-    windows, and some 60 bytes of memory a piece meanwhile.
+    It takes one to three microseconds a document, or a few tenths of one with "first-fit" in many
+    windows, and about 60 bytes of memory a piece while it runs.
 
     Raises:
       Misuse: an argument is out of range, or a document is refused.
@@ -260,7 +260,7 @@ def _openers(
 
 
 def _fault(bins: Bins, lengths: Lengths) -> str:
-    """What cannot be in bins that `pack` made; empty: nothing."""
+    """What is wrong with bins that `pack` cannot have made; empty: nothing."""
     bounds, pieces = bins.bounds, bins.records.size
     if not bounds.size or bounds[0] != 0 or bounds[-1] != pieces or (np.diff(bounds) < 1).any():
         return f"the bounds of bins do not part {pieces} pieces"

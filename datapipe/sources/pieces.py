@@ -20,9 +20,9 @@ CAPACITY_LIMIT: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What rows are made of, row by row, and by offset in each; int64[k] each.
+    """What rows are made of, by row and by offset in the row; int64[k] each.
 
-    The pieces of a row stand one behind the other from its start; padding is at its end.
+    The pieces of a row follow each other from its start; padding is at its end.
 
     rows: which row, from 0 on, ascending.
     records: which document.
@@ -51,8 +51,8 @@ def assemble(
     Args:
       pieces: what the rows are made of; each piece lies within its document.
       shape: rows and capacity.
-      records: int64[m], ascending: the documents that were read; all of `pieces` are among them.
-      tokens: of each of them, one dimension, of `dtype`.
+      records: int64[m], ascending: the documents that were read, among them all of `pieces`.
+      tokens: of each of these documents, one array of one dimension, of `dtype`.
       dtype: of tokens.
       pad: what stands behind the last piece of a row.
 
@@ -66,7 +66,7 @@ def assemble(
     counts = np.bincount(pieces.rows, minlength=rows)
     ends = np.cumsum(counts)
     segment = np.arange(1, pieces.rows.size + 1) - (ends - counts)[pieces.rows]
-    # Every row is its pieces, and padding behind them: stretches that one call copies together.
+    # A row is its pieces and padding behind them: stretches that one call puts together.
     segments = np.insert(segment, ends, 0).astype(np.int32)
     lengths = np.insert(pieces.lengths, ends, capacity - used)
     at = np.searchsorted(records, pieces.records)
@@ -96,6 +96,6 @@ def checked_capacity(capacity: int) -> int:
 
 
 def ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`[first, first + 1, ..., first + count - 1]` of each, one behind the other."""
+    """`[first, first + 1, ..., first + count - 1]` for each pair, joined; int64[counts.sum()]."""
     before = np.cumsum(counts) - counts
     return np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))

@@ -1,4 +1,4 @@
-"""Columns of a source read from end to end: what filters and lengths are made of."""
+"""Columns of a source, read from end to end: filters and lengths are made from them."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ class Where:
 
 @dataclass(frozen=True)
 class Values:
-    """A column as it is, of one value a record."""
+    """A column of one value a record, as it is."""
 
     column: str
 
     def __call__(self, batch: Batch) -> NDArray[Any]:
-        """Those of a batch. Raises Misuse: there is no such column, or it is a list."""
+        """The values of a batch, [n]. Raises Misuse: there is no such column, or it is a list."""
         found = _column(batch, self.column)
         if not isinstance(found, np.ndarray):
             raise Misuse(f"column {self.column!r}: wanted numbers, found a list")
@@ -136,12 +136,13 @@ class Values:
 
 
 def answers(source: Source, questions: Sequence[Where | Values]) -> list[NDArray[Any]]:
-    """What each of the questions has of all records, in their order.
+    """The answer to each question for all records in their order, [len(source)] each.
 
     The columns are read together, from end to end, once.
 
     Raises:
-      Misuse: there is no such column; what the questions raise.
+      Misuse: there is no such column; see `Where` and `Values`.
+      Whatever the source raises.
     """
     found: list[list[NDArray[Any]]] = [[] for _ in questions]
     with narrowed(source, [each.column for each in questions]) as narrow:
@@ -152,12 +153,15 @@ def answers(source: Source, questions: Sequence[Where | Values]) -> list[NDArray
 
 
 def meeting_all(met: Sequence[NDArray[np.bool_]]) -> Kept:
-    """The records that meet all of some conditions, out of the answers to each."""
+    """The records that meet all conditions; `met` has a bool[records] for each."""
     return Kept.of_mask(np.logical_and.reduce(met))
 
 
 def batches(source: Source) -> Iterator[tuple[int, Batch]]:
-    """All records in their order, with the number of the first: up to 8,192 or some 64 MiB."""
+    """All records in their order, in batches of up to 8,192 records or about 64 MiB.
+
+    Yields the number of the first record, and the batch.
+    """
     first, count = 0, _FIRST
     while first < len(source):
         stop = min(first + count, len(source))
@@ -170,7 +174,7 @@ def batches(source: Source) -> Iterator[tuple[int, Batch]]:
 
 @contextlib.contextmanager
 def narrowed(source: Source, columns: Sequence[str]) -> Iterator[Source]:
-    """A source that reads these columns only, also such as `source` leaves out, if it can."""
+    """The source reading only these columns, whether or not it reads them itself; if it can."""
     select = getattr(source, "select", None)
     if select is None:
         yield source

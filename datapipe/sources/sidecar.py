@@ -1,17 +1,16 @@
 """Indexes kept beside the data: a few flat arrays and what they were made from, in one small file.
 
-The file is, one behind the other: 8 bytes `LGINDEX1`; the size of the header, 8 bytes, least
-significant first; the header, JSON in UTF-8, with spaces behind it up to a multiple of 64 bytes;
-the arrays, flat, least significant byte first, each padded with zeros to a multiple of 64 bytes.
-The header is an object with
+A file consists of: the 8 bytes `LGINDEX1`; the size of the header, 8 bytes, little-endian; the
+header, JSON in UTF-8, padded with spaces so that it ends at a multiple of 64 bytes; the arrays,
+flat, little-endian, each padded with zeros to a multiple of 64 bytes. The header is an object with
 
     kind, version   what index this is, and which release of its layout
     about           an object of texts and numbers: parameters, digests of what it was made from
     arrays          of each array its `name`, `dtype` and `count`
     digest          hex xxh3-128 over the canonical JSON of the rest of the header and the arrays
 
-Sizes are held against the size of the file. Arrays that are read are the pages of the file, which
-all processes share and the system may take back: an index is replaced, never written into.
+Sizes are checked against the size of the file. Arrays that are read are the pages of the file,
+which all processes share and the system may drop: an index is replaced, never written into.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _FIELDS: Final = {"kind", "version", "about", "arrays", "digest"}
 
 @dataclass(frozen=True)
 class Stored:
-    """Where an index lies that was read: for other processes, instead of its arrays."""
+    """Where an index was read: what other processes get instead of its arrays."""
 
     path: str
     kind: str
@@ -68,8 +67,9 @@ def write(path: Pattern, index: Sidecar) -> None:
     """Write `index` to the local `path`, all of it or nothing; what was there is replaced.
 
     Raises:
-      NotFound: there is no directory for it. StoreFailed: it cannot be written.
-      Misuse: an array that this format does not hold.
+      NotFound: there is no directory for it.
+      StoreFailed: it cannot be written.
+      Misuse: an array is not of one dimension, int32 or int64.
     """
     flat: list[NDArray[Any]] = []
     listed: list[dict[str, Any]] = []
@@ -120,7 +120,9 @@ def reopened(stored: Stored) -> Sidecar:
     """An index that another process has read and checked.
 
     Raises:
-      NotFound: it is gone. Mismatch: there is another one now. What `read` raises.
+      NotFound: it is gone.
+      Mismatch: another one has taken its place.
+      Whatever `read` raises.
     """
     try:
         index, _ = _mapped(stored.path, stored.kind, stored.version)
@@ -166,7 +168,7 @@ def number(about: Mapping[str, Any], name: str, path: Pattern, first: int, last:
 
 
 def array_digest(array: NDArray[np.int64]) -> str:
-    """Hex xxh3-128 over the numbers, whatever integers hold them."""
+    """Hex xxh3-128 over the numbers as int64."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, "<i8").data)
 
 
@@ -184,7 +186,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def _mapped(path: str, kind: str, version: int) -> tuple[Sidecar, dict[str, Any]]:
-    """An index and its header, whose digest is yet to be compared."""
+    """An index and its header; its digest is not checked yet."""
     with naming(path), open(path, "rb", opener=_without_waiting) as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):

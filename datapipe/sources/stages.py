@@ -1,4 +1,4 @@
-"""What `Pipeline(filter=..., pack=...)` takes, and the sources that come of it.
+"""What `Pipeline(filter=..., pack=...)` takes, and the sources that result.
 
 The order of stages is fixed: source -> filter -> pack -> shuffle -> mix -> batch.
 """
@@ -34,25 +34,28 @@ if TYPE_CHECKING:
 class Pack:
     """Whole documents in rows of `capacity` tokens, before the shuffle, with padding at their ends.
 
-    The documents are packed once, in stored order: that takes up to three microseconds a document
-    (with "first-fit" and many windows some tenths of one) and 28 bytes of memory for each. Every
-    process does it by itself, unless `index` has it: its pages are shared by all processes of a
-    host, workers too, and are no memory of theirs. Workers share the memory of what has no file.
+    The documents are packed once, in stored order. That takes up to three microseconds a document
+    (a few tenths of one with "first-fit" and many windows) and 28 bytes of memory each. Every
+    trainer does it for itself unless `index` is given: the pages of that file are shared by all
+    processes of a host. Without a file the workers of a trainer share one copy.
 
     Args:
       capacity: tokens of a row, 1 to 2^31 - 1.
-      lengths: tokens of each document of the source, before any filter: the path of a sidecar
-        that `ckpt data index` has written, the name of a column of integers, which goes first where
-        it is read, or the numbers.
-      tokens: the column that holds the tokens; without meaning where records are plain bytes.
-      dtype: of a token, where documents are bytes: "uint16", say; little-endian.
+      lengths: tokens of each document of the source, before any filter: the name of a column of
+        integers; the path of a sidecar that `ckpt data index` has written (a column of that name
+        comes first); or the numbers.
+      tokens: the column that holds the tokens; ignored if records are plain bytes.
+      dtype: of a token if documents are bytes, such as "uint16"; little-endian.
       strategy: "first-fit" or "best-fit"; see `datapipe.sources.packing.pack`.
       window: documents that are packed together. No row holds documents of two windows, so that
         a row is read from a short stretch of the files.
-      oversize: of a document longer than a row: "split" or "refuse".
+      oversize: what to do with a document longer than a row: "split" or "refuse".
       pad: the token that stands for padding.
-      index: a file for the bins: written by the first pipeline, loaded by all later ones, and
-        refused where lengths or settings have become others. It stays as long as the pipeline.
+      index: a file for the bins: written by the first pipeline, loaded by all later ones, refused
+        if lengths or settings have changed. It must stay as long as the pipeline is used.
+
+    Raises:
+      Misuse: an argument is of another kind. `Pipeline` checks what else there is to check.
     """
 
     capacity: int
@@ -76,13 +79,16 @@ class Pack:
 class Concatenate:
     """Documents end to end in the shuffled order of each epoch, cut into rows without padding.
 
-    An index is made once an epoch, in up to 0.2 microseconds a document; meanwhile the batches
-    that were made ahead are served.
+    An index is made once an epoch, in up to 0.2 microseconds a document; batches that were made
+    ahead are served meanwhile.
 
     Args:
       capacity, lengths, tokens, dtype, pad: as in `Pack`.
-      remainder: of the tokens at the end of an epoch that fill no row: "drop", or "keep" them as
-        a row with padding.
+      remainder: what to do with tokens at the end of an epoch that fill no row: "drop" them, or
+        "keep" them as a row with padding.
+
+    Raises:
+      Misuse: an argument is of another kind. `Pipeline` checks what else there is to check.
     """
 
     capacity: int
@@ -98,7 +104,7 @@ class Concatenate:
 
 
 def _check(given: Pack | Concatenate) -> None:
-    """Raises Misuse: an argument is of another kind. Whether it is in range, is asked later."""
+    """Raises Misuse: an argument is of another kind. Ranges are checked later."""
     if not isinstance(given.tokens, str):
         raise Misuse(f"tokens: wanted the name of a column, found {given.tokens!r:.80}")
     if isinstance(given.lengths, str | bytes | os.PathLike):
@@ -125,8 +131,9 @@ def staged(
     Reads columns and sidecars, no documents.
 
     Raises:
-      Misuse: a name that no source has; what is no filter or packing; what the parts raise.
-      Mismatch: a sidecar of other data. NotFound, Damaged, StoreFailed: of a sidecar.
+      Misuse: no source has a name; a filter or packing is none, or does not fit its source.
+      Mismatch: a sidecar is of other data.
+      NotFound, Damaged, StoreFailed: a sidecar cannot be read.
     """
     filters = _by_name("filter", filter, sources)
     packs = _by_name("pack", pack, sources)
@@ -156,7 +163,7 @@ def _by_name(argument: str, given: Any, sources: Mapping[str, Source]) -> dict[s
 def _indexes(
     source: Source, filter: Filter | None, pack: Packing | None
 ) -> tuple[Kept | None, Lengths | None]:
-    """What is kept and how long documents are; columns for both are read together."""
+    """Which records are kept, and how long documents are; columns for both are read together."""
     if pack is not None and not isinstance(pack, Pack | Concatenate):
         raise Misuse(f"pack: wanted a Pack or a Concatenate, found {pack!r}")
     conditions = _conditions(filter)
@@ -173,7 +180,7 @@ def _indexes(
 
 
 def _conditions(given: Filter | None) -> tuple[Where, ...]:
-    """Those of a filter by columns; none of another one."""
+    """The conditions of a filter by columns; () for another filter."""
     if given is None or isinstance(given, Kept | str | os.PathLike):
         return ()
     conditions = (given,) if isinstance(given, Where) else given
@@ -189,7 +196,7 @@ def _conditions(given: Filter | None) -> tuple[Where, ...]:
 
 
 def _column(source: Source, lengths: Pattern | ArrayLike) -> str | None:
-    """The column that lengths are in, if they are in one."""
+    """The column that has the lengths, if one has."""
     if not isinstance(lengths, str):
         return None
     columns = getattr(getattr(source, "spec", None), "columns", ())
@@ -199,7 +206,7 @@ def _column(source: Source, lengths: Pattern | ArrayLike) -> str | None:
 
 
 def _answers(source: Source, conditions: Sequence[Where], column: str | None) -> list[NDArray[Any]]:
-    """Those of the conditions, and the values of the column behind them."""
+    """The answers to the conditions, then the values of the column."""
     if column is None:
         return answers(source, conditions)
     lengths = Values(column)
@@ -242,7 +249,7 @@ def _packed(view: Source, kept: Kept | None, lengths: Lengths, given: Packing) -
 
 
 def _lengths(source: Source, given: Pattern | ArrayLike) -> Lengths:
-    """Those of a sidecar, or as they are given."""
+    """Lengths from a sidecar, or from the numbers given."""
     if isinstance(given, str | os.PathLike):
         return Lengths.load(given, source)
     found = Lengths.of(given)

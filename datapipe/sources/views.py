@@ -1,7 +1,7 @@
-"""Sources over a source: filtered, packed, laid end to end. A plan sees only how long they are.
+"""Sources over a source: filtered, packed, laid end to end. A plan sees only their lengths.
 
-All of them are in index space: making one reads no documents, reading from one reads those that
-are asked for, with one call of the source beneath.
+They work in index space: making one reads no documents, and a read makes one call of the source
+beneath, for the documents that are needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Filtered(EpochSource):
 
     @property
     def varies(self) -> bool:
-        """As the source does."""
+        """Whether the items of the source do."""
         return by_epoch.varies(self.source)
 
     def read_epochs(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
@@ -73,7 +73,7 @@ class Filtered(EpochSource):
         return self.source.spec
 
     def fingerprint(self) -> dict[str, Any]:
-        """That of the source, and of which records are kept."""
+        """That of the source, with a digest of the records that are kept."""
         return _over(self.source, len(self), {"filter": self.kept.digest})
 
     def where(self, index: int) -> str:
@@ -83,7 +83,7 @@ class Filtered(EpochSource):
 
     @property
     def blocks(self) -> np.ndarray:
-        """What is left of those of the source."""
+        """The blocks of the source, without the records that are not kept."""
         return np.searchsorted(self.kept.ids, blocks_of(self.source))
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class PackedRows(Source):
         return f"PackedRows({self.documents.source!r}, {len(self)} bins of {self.bins.capacity})"
 
     def pieces(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Pieces:
-        """What bins hold, int64[n]; the same in every epoch."""
+        """What bins `items`, int64[n], hold; the same in every epoch."""
         return self.bins.pieces(items)
 
     def items(self, record: int, epoch: int) -> NDArray[np.int64]:
@@ -130,7 +130,7 @@ class PackedRows(Source):
         return _spec(self.documents.dtype, self.bins.capacity)
 
     def fingerprint(self) -> dict[str, Any]:
-        """That of the source, and of what decides the bins."""
+        """That of the source, with all that decides the bins."""
         made = self.bins.made
         about = {
             "pack": made.strategy,
@@ -191,7 +191,7 @@ class ConcatenatedRows(OrderedSource):
         return ConcatenatedRows(self.documents, laid, self.pad)
 
     def pieces(self, items: NDArray[np.int64], epochs: NDArray[np.int64]) -> Pieces:
-        """What rows of epochs hold, int64[n] each."""
+        """What row `items[i]` of epoch `epochs[i]` holds, int64[n] each."""
         found = [
             (there := np.flatnonzero(epochs == epoch), self.laid.pieces(epoch, items[there]))
             for epoch in np.unique(epochs).tolist()
@@ -229,7 +229,7 @@ class ConcatenatedRows(OrderedSource):
         return _spec(self.documents.dtype, self.laid.capacity)
 
     def fingerprint(self) -> dict[str, Any]:
-        """That of the source, of its lengths, and of how rows are made; the seed is not in it."""
+        """That of the source, with its lengths and all that decides the rows but the seed."""
         about = {
             "pack": f"concatenate {concatenation.VERSION}",
             "lengths": self.documents.lengths.digest,
@@ -282,12 +282,12 @@ def _told(documents: Documents, pad: int) -> dict[str, str | int]:
 
 
 def _over(source: Source, records: int, about: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a view: that of the source, and what the view is."""
+    """The fingerprint of a view: that of the source, with what the view is."""
     beneath = dict(source.fingerprint())
     under = {"under": beneath.pop("digest", ""), "under_records": len(source)}
     return sealed(beneath | under | {"records": records} | about)
 
 
 def _moved(error: BadRecord, item: int) -> BadRecord:
-    """The same, by the number that the view gives the record."""
+    """The same error with the number that the record has in the view."""
     return BadRecord(str(error), index=item, file=error.file, position=error.position)
