@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Iterator as _Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("datapipe")
 
+_SINGLE: Final = "source"  # the name of a source that is given without one
+_SOURCE_METHODS: Final = ("__len__", "read", "fingerprint", "where")
+_NAMED: Final = 4  # sources that the log names
+
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
@@ -53,11 +57,12 @@ class Pipeline:
         for batch in pipe.iterator(): ...
 
     Immutable: `.map`, `.random_map` and `.map_batch` return a new pipeline. Without functions of
-    examples a batch is the columns of the source, or a one-dimensional array of bytes objects.
+    examples a batch is a dict of the columns of the source, or a one-dimensional array of bytes
+    objects.
 
     Args:
       source: what `formats.open_source` returns, or anything with its methods; a
-        `grain.MapDataset` (see `GrainSource`); or several by name.
+        `grain.MapDataset` (see `GrainSource`); or several of these by name.
       batch_size: examples per batch, over all processes.
       seed: of the shuffle and of `.random_map`; 0 to 2^64 - 1.
       shuffle: True or "global": every epoch in another order of all records; "grain": in the order
@@ -65,32 +70,32 @@ class Pipeline:
         groups of Parquet files, are shuffled, and then the records of a few of them; False or
         "none": as stored.
       shuffle_window: blocks whose records are shuffled together; for shuffle="blocks", which has 16
-        by default. What is read again and again while a window lasts is that many blocks.
-      epochs: how often each record is served; None: without end. Of several sources the first one
+        by default. The batches of a window are read from that many blocks again and again.
+      epochs: how often each record is served; None: without end. Of several sources, the first one
         that has been served so often ends the run.
       remainder: what becomes of the end of an epoch: "carry": batches run on into the next epoch,
-        and a short one at the very end is left out; "keep": every epoch ends with a short batch;
+        and a short one at the very end is left out; "keep": an epoch may end with a short batch;
         "drop": what is left over of an epoch is not served.
       filter: which records are left, as a `Where` or several that must all hold, a `Kept`, or the
         path of a sidecar that `ckpt data index` has written; by name for some of several sources.
       pack: how documents become rows of tokens, as a `Pack` or a `Concatenate`; by name for some
         of several sources. Examples are rows then, of `tokens`, `segment_ids` and `positions`.
-      weights: of several sources, by name, of any scale; by default as many as each has records.
-        Every block of at most 4,096 examples has exactly the same number of each, and one at
-        least of each whose weight is not 0: the log warns where that is far more than its share.
-      skip_records: whether the record of a skipped example stays away in all later epochs, too;
+      weights: of several sources, by name, of any scale; by default their numbers of records. All
+        blocks of at most 4,096 examples have the same number of examples of a source, at least one
+        if its weight is not 0: the log warns if that is far more than its share.
+      skip_records: whether the record of a skipped example is left out of all later epochs, too;
         by default it comes back in the next one.
-      on_bad_record: what becomes of a record that cannot be read, or for which a `.map` raises
-        before any `.random_map`. "raise": an error that names it. "replace": another record of its
-        source takes its place, in all epochs, of which the log tells once; the state remembers it,
-        so that a resume does the same (see `datapipe.batches.substitutes`).
-      bad_record_limit: with "replace", how many records may be bad, over all epochs and sources,
-        among those that a process comes upon and those in the state it goes on from.
+      on_bad_record: what becomes of a record that cannot be read, or for which a `.map` before any
+        `.random_map` raises. "raise": an error that names it. "replace": another record of its
+        source takes its place in all epochs; the log says so once, and the state has it, so that a
+        resume does the same (see `datapipe.batches.substitutes`).
+      bad_record_limit: with "replace", how many records may be bad, over all epochs and sources:
+        those that a process finds and those in the state it went on from.
 
-    `filter` and `pack` are applied once: `source` is then what they made of it.
+    `filter` and `pack` are applied once: the attribute `source` is the result.
 
     Raises:
-      NotFound: a source is empty, or a filter leaves nothing of it; there is no such sidecar.
+      NotFound: a source is empty, or a filter keeps nothing of it; there is no such sidecar.
       Mismatch, Damaged: a sidecar is of other data, or not as it was written.
       Misuse: the batch is larger than the sources, or an argument is out of range.
     """
@@ -172,25 +177,36 @@ class Pipeline:
     def map(self, fn: Callable[[Any], Any], *, version: str) -> Pipeline:
         """`fn(example)` for each example: a record as bytes, a dict of its columns, or a tree.
 
-        It returns an example: not None, nor what can be gone through only once, such as a
-        generator. Change `version` whenever `fn` changes what it returns.
+        It returns an example: not None, nor what can be iterated over only once, such as a
+        generator. Change `version` whenever `fn` changes what it returns: it is a text of 1 to 64
+        characters.
+
+        Raises:
+          Misuse: see `Transform`; or a function of batches comes before it.
         """
         return self._with(Transform("map", fn, version))
 
     def random_map(self, fn: Callable[[Any, Any], Any], *, version: str) -> Pipeline:
         """`fn(example, rng)` for each example, with a fresh `numpy.random.Generator`.
 
-        Its numbers depend on seed, epoch, record and the place among the functions only.
+        Its random numbers depend only on seed, epoch, record, and the place of `fn` among the
+        functions of the pipeline.
+
+        Raises:
+          Misuse: as for `map`.
         """
         return self._with(Transform("random_map", fn, version))
 
     def map_batch(self, fn: Callable[[Any], Any], *, version: str) -> Pipeline:
         """`fn(batch)` for each batch: a tree of arrays with a leading axis of rows.
 
-        It must treat each row on its own: with a sharding it is called with the rows of one
-        process. It returns such a tree, of one array or more, with as many rows: scalars, lists of
-        numbers and texts beside the arrays, arrays of fewer rows are a `Mismatch`. None may stand
-        for a part that is not there. Functions of examples come before it.
+        It must treat each row on its own: with a sharding it gets the rows of one process. It
+        returns a tree of one array or more with as many rows; None may stand for a part that is not
+        there. Anything else, such as scalars, lists of numbers or arrays of fewer rows, is a
+        `Mismatch` when the batch is made. Functions of examples come before it.
+
+        Raises:
+          Misuse: see `Transform`.
         """
         return self._with(Transform("map_batch", fn, version))
 
@@ -206,7 +222,7 @@ class Pipeline:
 
     @cached_property
     def plan(self) -> Plan:
-        """The order of records: asked without reading data."""
+        """The order of the records. Reads no data."""
         counts = tuple(len(source) for source in self.sources.values())
         segment = Segment(0, counts, Mixture.of(self._weights).counts)
         ordered = any(isinstance(source, OrderedSource) for source in self.sources.values())
@@ -225,7 +241,7 @@ class Pipeline:
         return [given.get(name, len(source)) for name, source in self.sources.items()]
 
     def _tell_of_raised_shares(self) -> None:
-        """A source cannot have less than one example of a block, whatever its weight says."""
+        """Warns of sources that get far more than their weight: one example of each block."""
         names = list(self.sources)
         raised = self.plan.order.segments[-1].mixture.raised(self._weights)
         if not raised:
@@ -234,12 +250,12 @@ class Pipeline:
             f"{names[number]} gets {100 * got:.3g}% and wants {100 * wanted:.3g}%"
             for number, wanted, got in raised
         ]
-        more = f", and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+        more = f", and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
         _log.warning(
             "weights: a source gets one of %d examples at least, however little it wants: %s%s. "
             "Leave it out, give it more weight, or make one source of several",
             BLOCK,
-            ", ".join(told[:_TOLD]),
+            ", ".join(told[:_NAMED]),
             more,
         )
 
@@ -255,7 +271,7 @@ class Pipeline:
 
     @cached_property
     def identity(self) -> JSON:
-        """What saved positions belong to; asks the sources for their fingerprints, once."""
+        """What saved positions belong to. The first call asks the sources for fingerprints."""
         labels = [transform.label for transform in self.transforms]
         return identity_of(self.plan, self._fingerprints, labels)
 
@@ -274,7 +290,7 @@ class Pipeline:
 
         Args:
           batches: counted from example 0, as by `plan.records`.
-          plan: that of an iterator, where examples are skipped.
+          plan: that of an iterator, if examples are skipped there.
 
         Raises:
           Misuse: no such batches; or `plan` belongs to another pipeline.
@@ -295,9 +311,9 @@ class Pipeline:
         Args:
           record: its number in the source as it was given, before filter and packing.
           token: of a packed source: its number in the document.
-          source: the name of the source; needed where there are several.
+          source: the name of the source; needed if there are several.
           epochs: the epochs of the source to look at; by default all of them.
-          plan: that of an iterator, where examples are skipped.
+          plan: that of an iterator, if examples are skipped there.
 
         Raises:
           Misuse: no such record, token or source; the plan has no end and `epochs` is missing; or
@@ -341,27 +357,28 @@ class Pipeline:
         Args:
           on_change: what `set_state` does with a position of a run that had other weights, shorter
             sources or fewer of them: "raise", or "segment": the run goes on from there with those
-            of today, and the state tells of both (see `datapipe.segments`). A source may have grown
-            by files behind those it had; new sources come last. Their new records are served from
-            the next epoch of the source on.
-          sharding: batches become global `jax.Array`s with it, its first axis along the batch;
-            each process reads only the rows that its devices hold, each of them once.
+            of today, and the state has both (see `datapipe.segments`). A source may have grown by
+            files behind those it had; new sources come last. New records are served from the next
+            epoch of their source on.
+          sharding: batches become global `jax.Array`s with this sharding, whose first axis is the
+            batch. Each process reads only the rows that its devices hold, each of them once.
           prefetch: batches made ahead in threads; 0: each is made when it is asked for, as are
             those of a window that is read in less time than a thread is worth. With a sharding, at
             most two beyond the one delivered are on devices, or on the way there.
-          window: batches whose records are read by one call; fewer where they would take more than
-            64 MiB, and at the beginning and after every change of position, from 1 on. Raw records
-            of so many batches are held in memory, and twice as many while one window follows
-            another. Batches without functions are slices of it: one that is kept keeps the window.
+          window: batches whose records are read by one call; fewer if they would take more than 64
+            MiB; and after the start and every change of position the windows grow from one batch
+            on. The records of a window are held in memory, and those of two while one follows the
+            other. Batches without functions are slices of it: keeping one keeps the window.
           threads: batches made at a time; more than one needs functions that are thread-safe.
-          workers: processes that make batches, for functions in Python that take long; 0: they
-            are made in this one. Each has up to two windows of batches, in memory that it shares
-            with this process: `2 * workers * window` batches beside `window` of raw records for
-            each. A batch may be kept: from the fifth one on they are copied out of that memory.
+          workers: processes that make batches, for functions in Python that take long; 0: they are
+            made in this process. Each worker has up to two windows of batches in memory that it
+            shares with this process, `2 * workers * window` batches in all, and the records of one
+            window. Batches may be kept: from the fifth one on they are copied out of that memory.
 
-        None of the others changes what comes out. What goes to workers must be picklable; functions
-        and classes of the program itself, lambdas and closures are. Functions that use JAX find
-        the CPU there. A worker that dies is replaced, and its batches are made again.
+        The other arguments do not change what comes out. What goes to workers must be picklable by
+        cloudpickle, as functions and classes of the program itself, lambdas and closures are.
+        Functions that use JAX find only the CPU there. A worker that dies is replaced, and its
+        batches are made again.
 
         Raises:
           Misuse: an argument is out of range, the batch cannot be sharded like that, or something
@@ -384,9 +401,9 @@ class Pipeline:
         return Iterator(positions, Prefetcher(recipe, feed, pace))
 
     def dataset(self, **options: Any) -> Dataset:
-        """The pipeline as a `grain.IterDataset`, to put Grain's own transformations behind it.
+        """The pipeline as a `grain.IterDataset`, so that Grain's own transformations can follow.
 
-        `options` are those of `iterator`, which is what iterating it gives.
+        `options` are those of `iterator`, whose iterator it gives.
         """
         from datapipe.iterator import Dataset
 
@@ -421,8 +438,3 @@ def _must_be_a_source(name: str, source: object) -> None:
         )
     if len(source) == 0:  # type: ignore[arg-type]
         raise NotFound(f"{name} holds no records; check its pattern and its filters")
-
-
-_TOLD = 4  # sources that the log names
-_SINGLE = "source"
-_SOURCE_METHODS = ("__len__", "read", "fingerprint", "where")

@@ -1,6 +1,6 @@
 """From a batch to the records that it holds, and back: through plan, packing and filter.
 
-Nothing is read: all of it is in the plan and in the indexes of filter and packing.
+Nothing is read: the plan and the indexes of filter and packing say all of it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Held(NamedTuple):
-    """What the rows of batches are made of, a piece each, in their order; int64[k] each.
+    """What the rows of batches are made of, piece by piece in the order of the rows; int64[k] each.
 
-    Of a source that is not packed every row is one piece: the whole record, of length -1.
+    A row of a source that is not packed is one piece: the whole record, with length -1.
     """
 
-    rows: NDArray[np.int64]  # from 0 on, through all batches that were asked for
-    sources: NDArray[np.int64]  # numbers
+    rows: NDArray[np.int64]  # counted from 0 through all batches that were asked for
+    sources: NDArray[np.int64]  # number of the source
     epochs: NDArray[np.int64]
     records: NDArray[np.int64]  # of the source as it was given to the pipeline
     starts: NDArray[np.int64]  # the first token of the record that is in the piece
@@ -68,7 +68,7 @@ def holding(
     """The batches that hold a record of a source, or one token of it, in these epochs; ascending.
 
     Raises:
-      Misuse: no such record; a token of a source that is not packed.
+      Misuse: there is no such record or token, or the source is not packed and has no tokens.
     """
     packed = source if isinstance(source, PackedRows | ConcatenatedRows) else None
     inner = source if packed is None else packed.documents.source
@@ -97,13 +97,13 @@ def _pieces(source: Source, items: NDArray[np.int64], epochs: NDArray[np.int64])
 
 
 def _beneath(source: Source, records: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The records of the source as it was given."""
+    """The numbers of records in the source as it was given, before any filter; int64[n]."""
     inner = source.documents.source if isinstance(source, PackedRows | ConcatenatedRows) else source
     return inner.kept.ids[records] if isinstance(inner, Filtered) else records
 
 
 def _above(source: Source, record: int) -> int:
-    """The number of a record behind the filter; -1: it is not kept."""
+    """The number of a record after the filter; -1: it is not kept."""
     total = source.kept.records if isinstance(source, Filtered) else len(source)
     record = integer("a record", record, 0, min(total, LIMIT) - 1)
     return int(source.kept.items(record)) if isinstance(source, Filtered) else record

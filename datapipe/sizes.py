@@ -9,7 +9,7 @@ import numpy as np
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the arrays of a tree; of texts and bytes their lengths; other objects have none."""
+    """Bytes of the arrays in a tree, plus the lengths of texts and bytes; other objects count 0."""
     if isinstance(value, np.ndarray):
         return _of_items(value.ravel().tolist()) if value.dtype.hasobject else value.nbytes
     if isinstance(value, Mapping):

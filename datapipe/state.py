@@ -14,19 +14,19 @@
 
 It counts examples of the whole run, so that it is the same for any number of processes, threads and
 workers and for any batch size. `plan`, `sources`, `transforms` and the last segment are the
-*identity*: a state is refused where they differ, unless a segment may open that leads from one to
-the other (see `datapipe.segments`). How long the run goes on (`epochs`) is no part of it, and not
-told. Nor is `remainder`, which is told to those who count the batches around a saved position: an
-iterator goes on with its own.
+*identity*: a state is refused if they differ, unless a segment may open that leads from one to the
+other (see `datapipe.segments`). `epochs` is neither part of the identity nor saved: a run can be
+made longer. `remainder` is saved, for counting the batches around a saved position, but is no part
+of the identity either: an iterator goes on with its own.
 
-Where blocks are shuffled (`datapipe.order.block_shuffle`), `plan` tells of their windows, and each
-source by a digest how it is cut. Skips are addresses (see `datapipe.order.plan`); `plan` has
-`"skips": "records"` where their records do not come back in later epochs. The sources stand in the
-order of their numbers: a new one comes behind those that are there. Others stand in for the records
-in `replaced`, given by their ids (see `datapipe.batches.substitutes`), also where they can be read
-by now. Earlier formats are read as well: 2 has no `replaced`, and 2 and 3 do not tell `remainder`.
+If blocks are shuffled (`datapipe.order.block_shuffle`), `plan` has the size of their windows, and
+each source a digest of how it is cut. Skips are addresses (see `datapipe.order.plan`); `plan` has
+`"skips": "records"` if their records do not come back in later epochs. Sources stand in the order
+of their numbers; a new one comes last. `replaced` has the ids of bad records, for which others
+stand in (see `datapipe.batches.substitutes`), even if they can be read by now. Earlier formats are
+read as well: 2 has no `replaced`, and 2 and 3 have no `remainder`.
 
-A state comes from a file and is parsed as such: nothing in it is believed before it is checked.
+A state comes from a file: nothing in it is trusted before it is checked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ JSON = dict[str, Any]
 class State:
     """A position, what is skipped and replaced, and the identity they belong to.
 
-    remainder: what became of the ends of epochs; None: an earlier release did not tell.
+    remainder: what became of the ends of epochs; None: an earlier release did not save it.
     """
 
     next_example: int
@@ -72,7 +72,7 @@ class State:
     remainder: Remainder | None
 
     def to_json(self) -> JSON:
-        """The JSON value; a fresh one, made of plain dicts, lists, ints and strings."""
+        """The JSON value: a fresh one of plain dicts, lists, ints and strings."""
         skips: list[int] = []
         last = 0
         for start, stop in self.skips:
@@ -92,7 +92,7 @@ class State:
         """Parses `value`, which may be anything.
 
         Raises:
-          Damaged: it is no data state, or a field is absent or cannot be true.
+          Damaged: it is no data state, or a field is missing or impossible.
           Unsupported: a later release wrote it.
         """
         if not isinstance(value, Mapping) or "format" not in value:
@@ -128,7 +128,7 @@ class State:
 
 
 def segments_in(segments: Iterable[Segment]) -> list[JSON]:
-    """Those of a plan, for an identity."""
+    """Segments of a plan as in an identity; the inverse of `segments_of`."""
     return [
         {"first": each.first, "items": list(each.items), "counts": list(each.counts)}
         for each in segments
@@ -222,7 +222,7 @@ def _segments(value: object) -> list[JSON]:
 
 
 def segments_of(segments: Sequence[JSON]) -> tuple[Segment, ...]:
-    """Those of an identity, for a plan."""
+    """Segments of an identity as in a plan; the inverse of `segments_in`."""
     return tuple(
         Segment(each["first"], tuple(each["items"]), tuple(each["counts"])) for each in segments
     )

@@ -1,13 +1,13 @@
 """Parquet rows in any order at memory speed: a local copy as memory-mapped Arrow files.
 
 A cache directory holds *parts*: of each Parquet file one Arrow file with the columns that are read,
-named by a digest of what is in it. So a file that is added to a source costs its own part, and
-sources share the parts that they have in common. A part is there whole or not at all. Whoever makes
-one writes to `.<digest>.tmp` and holds a lock on it, which ends with the process; others make other
-parts meanwhile, and wait for it in the end.
+named by a digest of what is in it. So a file that is added to a source costs one more part, and
+sources share the parts that they have in common. A part is there whole or not at all. A builder
+writes to `.<digest>.tmp` and holds a lock on it, which ends with the process; other builders make
+other parts meanwhile, and wait for this one in the end.
 
-A part says by its modification time when a source was last opened that has it. Building removes
-parts that none has had for long, and what killed builders have left.
+The modification time of a part is the last time that a source with it was opened. Building removes
+parts that no source has used for long, and what killed builders have left.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ def cached(source: ParquetSource, directory: Pattern) -> CachedParquetSource:
 
 
 def _keys(source: ParquetSource) -> list[str]:
-    """By file, a digest of all that decides what is in its part; what stands for null is not.
+    """By file, a digest of all that decides what is in its part.
 
-    Of the name only the last component is in it: the others become others where patterns grow.
+    The values of `fill_null` do not enter, and of the name of the file only the last component: the
+    others change if the pattern does.
     """
     about = {"layout": _LAYOUT, "types": _types(source)}
     return [
@@ -215,7 +216,7 @@ def _locked(path: str, flags: int, *, wait: bool) -> int | None:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(path, descriptor):
                 return descriptor
-            os.close(descriptor)  # who had it has renamed or removed it
+            os.close(descriptor)  # the builder before has renamed or removed it
         except BaseException:
             os.close(descriptor)
             raise
@@ -229,7 +230,7 @@ def _is_at(path: str, descriptor: int) -> bool:
 
 
 def _remove_unused(place: str) -> None:
-    """Parts that no source has had for long, and temporary files that nobody writes to."""
+    """Removes parts that no source has used for long, and temporary files of killed builders."""
     oldest = time.time() - _UNUSED_S
     with naming(place), os.scandir(place) as entries:
         for entry in entries:
@@ -244,7 +245,7 @@ def _remove_unused(place: str) -> None:
 
 
 def _take_over(source: ParquetSource, place: str, parts: Sequence[str]) -> None:
-    """Make parts of what the first layout has of this source: one directory for all its files."""
+    """Makes parts of an entry of layout 1, which had one directory for all files of a source."""
     fields = {"layout": 1, "files": source.fingerprint()["files"], "types": _types(source)}
     old = os.path.join(place, json_digest(fields))
     if not os.path.isdir(old):

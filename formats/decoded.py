@@ -25,6 +25,7 @@ class Decoded:
         self._pid = os.getpid()
 
     def get(self, part: int) -> Any | None:
+        """The table of a part; None if it is not kept."""
         if self._pid != os.getpid():  # forked: another thread may have held the lock
             self._start()
         with self._lock:
@@ -34,6 +35,7 @@ class Decoded:
             return table
 
     def put(self, part: int, table: Any) -> None:
+        """Keeps `table`, which has `nbytes`; the least recently used ones make room for it."""
         if table.nbytes > self._limit_bytes:
             return
         with self._lock:

@@ -24,7 +24,7 @@ from formats.errors import DataError, Misuse, NotFound, StoreFailed, Unsupported
 Pattern: TypeAlias = "str | os.PathLike[str]"
 
 THREADS = 16
-"""Files opened at a time: waiting for storage, not computing."""
+"""Files opened at a time: these threads wait for storage and do not compute."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -43,6 +43,7 @@ class File:
 
     @property
     def is_url(self) -> bool:
+        """Whether it is opened through fsspec."""
         return _is_url(self.path)
 
 

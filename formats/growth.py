@@ -1,4 +1,4 @@
-"""Growth by appended files: what a source was before they came, told by its fingerprint."""
+"""Growth by appended files: from the fingerprint of a source to those it had before."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def leading(fingerprint: Mapping[str, Any], records: int) -> list[dict[str, Any]
 
 
 def _names(names: list[str]) -> list[list[str]]:
-    """As they are, and without each of the leading directories that all of them share."""
+    """The names, and the names without one, two, ... of the leading directories they share."""
     parts = [name.split("/") for name in names]
     shared = 0
     while all(len(each) > shared + 1 and each[shared] == parts[0][shared] for each in parts):

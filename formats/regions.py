@@ -32,7 +32,7 @@ class BadRow(ValueError):
 
 
 class Rows(Protocol):
-    """A column of a file."""
+    """A column of a file, by row."""
 
     def take(self, parts: np.ndarray, rows: np.ndarray) -> Values:
         """The n rows, as `Source.read` gives them. Raises: BadRow."""
@@ -168,7 +168,7 @@ def _check(good: np.ndarray, what: str) -> None:
 
 
 def _valid(bitmap: _Region, parts: np.ndarray, rows: np.ndarray) -> np.ndarray | None:
-    """Which rows are no nulls; None if all of them."""
+    """Which rows are not null, bool[n]; None if all of them."""
     if not bitmap.any:
         return None
     valid = np.ones(len(rows), np.bool_)

@@ -1,4 +1,4 @@
-"""What `ckpt data index` does: a function of the user over every record, into a sidecar."""
+"""What `ckpt data index` does: it asks a function about every record and writes a sidecar."""
 
 from __future__ import annotations
 
@@ -26,19 +26,24 @@ Kind = Literal["keep", "lengths"]
 
 @dataclass(frozen=True)
 class Indexed:
-    """An index that was written."""
+    """An index that was written.
+
+    records: of the source.
+    kept: records that are kept; None for an index of lengths.
+    tokens: of all documents; None for an index of kept records.
+    size_bytes: of the sidecar.
+    seconds: for all of it: reading, the function, writing.
+    """
 
     path: str
     kind: Kind
     records: int
-    """Of the source."""
     kept: int | None
     tokens: int | None
     function: str
     version: str
     size_bytes: int
     seconds: float
-    """For all of it: reading, the function, writing."""
 
 
 def index(
@@ -98,7 +103,7 @@ def _written(
     origin: Origin,
     progress: Progress | None,
 ) -> tuple[int | None, int | None]:
-    """Records that are kept, or tokens."""
+    """Makes and writes the index; the number of records that are kept, or of tokens."""
     if kind == "keep":
         kept = kept_by(source, function, progress)
         kept.save(path, origin)
@@ -109,7 +114,7 @@ def _written(
 
 
 def _must_be_free(path: str) -> None:
-    """Before any work is done: what is there may be what somebody else needs."""
+    """Refuses to replace anything but an index, before any work is done."""
     if os.path.lexists(path) and not sidecar.is_one(path):
         raise Refusal("AlreadyExists", f"{path} is there and no index; name another file")
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
@@ -132,7 +137,7 @@ _FILL: Final = re.compile(r"(?<!\w)fill_null=\{'([^']*)': \.\.\.\}")
 
 @contextlib.contextmanager
 def _told_to_the_shell() -> Iterator[None]:
-    """What is wrong, and the cure as an option of the command instead of an argument of Python."""
+    """Turns errors into refusals that name options of the command, not arguments of Python."""
     try:
         yield
     except DataError as error:
@@ -143,7 +148,7 @@ def _told_to_the_shell() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _searched(directory: str) -> Iterator[None]:
-    """Modules are found there, also those that a function imports when it is called."""
+    """Lets modules be imported from there, also by the function when it is called."""
     before = list(sys.path)
     sys.path.insert(0, directory)
     try:

@@ -1,7 +1,7 @@
 """Batches a second of whole pipelines: ours, others, and what can be done by hand.
 
-Beside the time that passes stands that of the processor, of all threads: on a machine with other
-work whoever has more threads gets more of it, and only the latter can be compared.
+Beside wall time it measures processor time, over all threads: on a machine with other work a side
+with more threads gets more of the processor, and only processor times can be compared.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _SLOW_PART: Final = 1 / 20
 
 @dataclass(frozen=True)
 class Case:
-    """Sides that serve the same, the first of which is ours.
+    """Sides that serve the same data; the first one is ours.
 
-    planning: where it is measured, the plan and the source whose times are compared.
+    batch_size: examples of a batch.
+    batches: that a side with `part` 1 makes.
+    planning: the pipeline whose times of planning and of reading are compared; None: neither is.
     """
 
     name: str
@@ -53,11 +55,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Batches a second, for each side one figure a pair, pairs in the same order.
+    """What was measured, by side: one figure for each pair, in the order of the pairs.
 
-    cpu_s: time of the processor for a batch, likewise; that of workers is not in it.
-    planning_share: time of planning by that of reading, both by themselves; None: not measured.
-    window_bytes: of records that our iterator holds at a time, for what is ahead of the trainer.
+    rates: batches a second.
+    cpu_s: processor time of a batch, without that of workers.
+    planning_share: time of planning by time of reading, each measured alone; None: not measured.
+    window_bytes: of the records of one window of our iterator.
     """
 
     case: Case
@@ -75,6 +78,7 @@ class Result:
         return Spread.of_ratios(self.cpu_s[side], self.cpu_s[self.case.sides[0].name])
 
     def to_json(self) -> dict[str, Any]:
+        """A JSON value; each figure as least, median and greatest."""
         first, *others = self.rates
         share = self.planning_share
         return {
@@ -183,7 +187,7 @@ _CASES: Final[dict[str, Callable[[Path, int, int, bool], Case]]] = {
 
 
 def measure(case: Case, pairs: int, tell: Callable[[str], None] = lambda text: None) -> Result:
-    """All sides in turn, each from a fresh start; a batch that nobody counts comes first.
+    """Measures all sides in turn, each from a fresh start; the first batch does not count.
 
     Raises:
       WrongValuesError: a batch has another number of rows.
@@ -212,8 +216,8 @@ def measure(case: Case, pairs: int, tell: Callable[[str], None] = lambda text: N
 def _rate(side: Side, case: Case) -> tuple[float, float]:
     """Batches a second, and seconds of the processor for a batch.
 
-    The side has just been started. What its threads have made of later ones by the time the first
-    one is there is a present: a tenth at most with Grain's defaults, a percent with ours.
+    The side has just been started. What its threads have made ahead when the first batch is there
+    costs it no time: a tenth of all batches at most with Grain's defaults, a percent with ours.
     """
     count = max(4, round(case.batches * side.part))
     with side.open() as make:
@@ -236,7 +240,7 @@ def _size(batch: Any) -> int:
 
 
 def _planning_share(pipe: Pipeline, batches: int) -> float:
-    """Time to plan windows by the time to read what they say, in the processor of this thread."""
+    """Time to plan windows by the time to read their records, as processor time of this thread."""
     (source,) = pipe.sources.values()
     size, position = Pace().window, 0
     planning = reading = 0.0

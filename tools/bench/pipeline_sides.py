@@ -1,7 +1,7 @@
-"""Who serves the batches: the same files, in a random order of all records, in one process.
+"""Who serves the batches: from the same files, in a random order of all records, in one process.
 
-A side is opened with its files open already where it keeps them open, and is a function that makes
-the next batch. What it has to start, it starts within the time that is taken.
+Opening a side gives a function that makes the next batch. Files that a side keeps open are open
+before that; threads and processes that it starts are started within the time that is measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Next = Callable[[], Any]
 class Side:
     """One way to serve batches.
 
-    part: of the batches that the others make: rates are compared, and some take their time.
+    open: gives a function that makes the next batch.
+    part: of the batches of a case that it makes, 0 to 1: slow sides make fewer.
     """
 
     name: str
