@@ -55,7 +55,7 @@ class ArrayRecordSource(Source):
             counts = list(pool.map(_count, self._files))
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self._contents = Contents(self._files)
-        self._readers: Handles[_OpenFile] = Handles(open_files())
+        self._handles: Handles[_OpenFile] = Handles(open_files())
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -90,10 +90,10 @@ class ArrayRecordSource(Source):
 
     def close(self) -> None:
         """See `Source.close`."""
-        self._readers.close()
+        self._handles.close()
 
     def _read_file(self, number: int, positions: list[int]) -> list[bytes]:
-        opened = self._readers.get(number, self._open_file)
+        opened = self._handles.get(number, self._open_file)
         try:
             records = opened.read(positions)
         except RuntimeError:
@@ -101,7 +101,7 @@ class ArrayRecordSource(Source):
         # A reader that is not ok hands out empty records instead of raising.
         if len(records) == len(positions) and opened.reader.ok():
             return records
-        self._readers.drop(number, opened)
+        self._handles.drop(number, opened)
         return self._one_by_one(number, positions)
 
     def _one_by_one(self, number: int, positions: list[int]) -> list[bytes]:
@@ -140,11 +140,11 @@ class ArrayRecordSource(Source):
         return reader
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_readers"}
+        return {name: value for name, value in vars(self).items() if name != "_handles"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._readers = Handles(open_files())
+        self._handles = Handles(open_files())
 
 
 @final

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
-import threading
 from pathlib import Path
 
-import grain
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -166,99 +163,8 @@ def test_a_few_waits_are_no_reason_to_read_together(tmp_path, monkeypatch):
     assert not readers[0].together
 
 
-@pytest.mark.parametrize("rows", [[-1], [3], [0, 1, 99], [2**62]])
-def test_numbers_out_of_range_are_named(tmp_path, rows):
-    write_shards(tmp_path, [[b"a", b"b", b"c"]])
-    source = formats.open_source(tmp_path / "*.array_record")
-    with pytest.raises(formats.OutOfRange, match=rf"record {rows[-1]} asked for.*0 to 2") as caught:
-        source.read(rows)
-    assert isinstance(caught.value, IndexError)
-
-
-@pytest.mark.parametrize("rows", [[0.5], [[0]], [True], ["0"]])
-def test_what_is_no_number_is_refused(tmp_path, rows):
-    write_shards(tmp_path, [[b"a", b"b", b"c"]])
-    with pytest.raises(formats.Misuse, match="one-dimensional sequence of integers"):
-        formats.open_source(tmp_path / "*.array_record").read(rows)
-
-
-def test_threads_share_a_source(tmp_path):
-    records = some_records(600)
-    write_shards(tmp_path, [records[:250], records[250:]])
-    source = formats.open_source(tmp_path / "*.array_record")
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(40):
-            rows = rng.integers(0, 600, 64)
-            if source.read(rows) != [records[row] for row in rows]:
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, f"seeds {wrong}"
-
-
-def _child(source, rows, wanted):
-    raise SystemExit(0 if source.read(rows) == wanted else 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_open_their_own_files(tmp_path, method):
-    records = some_records(100)
-    write_shards(tmp_path, [records[:40], records[40:]])
-    source = formats.open_source(tmp_path / "*.array_record")
-    source.read([1, 50])
-    rows = [99, 0, 40, 39, 0]
-    wanted = [records[row] for row in rows]
-    context = multiprocessing.get_context(method)
-    child = context.Process(target=_child, args=(source, rows, wanted))
-    with source._readers._lock:  # as if another thread were reading
-        child.start()
-    child.join(60)
-    child.kill()  # does nothing to one that has ended
-    child.join()
-    assert child.exitcode == 0
-    assert source.read(rows) == wanted
-
-
-def test_pickles_without_open_files(tmp_path):
-    records = some_records(20)
-    write_shards(tmp_path, [records])
-    source = formats.open_source(tmp_path / "*.array_record")
-    source.read([3])
-    again = pickle.loads(pickle.dumps(source))
-    assert again.read([5, 3]) == [records[5], records[3]]
-    assert again.fingerprint() == source.fingerprint()
-
-
-def test_grain_takes_it_as_a_source(tmp_path):
-    records = some_records(30)
-    write_shards(tmp_path, [records[:10], records[10:]])
-    source = formats.open_source(tmp_path / "*.array_record")
-    dataset = grain.MapDataset.source(source).shuffle(seed=SEED)
-    assert sorted(dataset[i] for i in range(len(dataset))) == sorted(records)
-    assert repr(source) == "ArrayRecordSource(2 files, 30 records)"
-
-
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_closed_means_closed(tmp_path):
-    write_shards(tmp_path, [some_records(5)])
-    before = open_descriptors()
-    with formats.open_source(tmp_path / "*.array_record") as source:
-        source.read([0])
-        assert open_descriptors() > before
-    assert open_descriptors() == before
-    with pytest.raises(formats.Misuse, match="closed"):
-        source.read([0])
 
 
 def test_open_files_stay_within_the_limit(tmp_path, monkeypatch):

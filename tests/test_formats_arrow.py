@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
-import pickle
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
-import grain
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -348,63 +344,6 @@ def test_compressed_batches_are_kept_within_the_budget(tmp_path):
     for row in [0, 1000, 0, 2000, 0, 1000]:
         assert source.read([row])["x"].tolist() == [row]
     assert list(source._decoded._tables) == [0, 1]
-
-
-def test_threads_and_pickles(tmp_path):
-    for number in range(2):
-        table = pa.table(
-            {"x": np.arange(300) + 300 * number, "tag": pa.array(["a"] * 300).dictionary_encode()}
-        )
-        put(tmp_path / f"{number}.arrow", table, ["file", "lz4"][number], 50)
-    source = formats.ArrowSource(find(tmp_path / "*.arrow"), cache_bytes=1000)
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(20):
-            rows = rng.integers(0, 600, 32)
-            if source.read(rows)["x"].tolist() != rows.tolist():
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, f"seeds {wrong}"
-    again = pickle.loads(pickle.dumps(source))
-    assert again.read([599])["x"].tolist() == [599]
-    assert again.fingerprint() == source.fingerprint()
-    assert again.where(301) == f"{tmp_path}/1.arrow, row 1"
-
-
-def _child(source, rows):
-    raise SystemExit(0 if source.read(rows)["x"].tolist() == rows else 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_open_their_own_files(tmp_path, method):
-    formats.write_arrow(tmp_path / "a.arrow", {"x": np.arange(60)}, batch_size=9)
-    source = formats.open_source(tmp_path / "a.arrow")
-    source.read([1, 50])
-    child = multiprocessing.get_context(method).Process(target=_child, args=(source, [59, 0, 9]))
-    with source._handles._lock, source._decoded._lock:  # as if another thread were reading
-        child.start()
-    child.join(60)
-    child.kill()  # does nothing to one that has ended
-    child.join()
-    assert child.exitcode == 0
-    source.close()
-    with pytest.raises(formats.Misuse, match="closed"):
-        source.read([0])
-
-
-def test_grain_takes_it_as_a_source(tmp_path):
-    formats.write_arrow(tmp_path / "a.arrow", {"x": np.arange(6), "s": list("abcdef")})
-    source = formats.open_source(tmp_path / "a.arrow")
-    dataset = grain.MapDataset.source(source).map(lambda row: f"{row['x']}{row['s']}")
-    assert list(dataset) == ["0a", "1b", "2c", "3d", "4e", "5f"]
 
 
 def test_writing_refuses_what_is_wrong(tmp_path):

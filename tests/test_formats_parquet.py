@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
-import grain
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -298,50 +295,6 @@ def test_dictionaries_of_numbers(tmp_path):
     assert batch["x"].tolist() == [7, 20, 10]
     assert batch["x"].dtype == np.int64
     assert [row.tolist() for row in batch["rows"]] == [[8], [20, 10], []]
-
-
-def test_threads_share_a_source(tmp_path):
-    pattern = write(tmp_path, {"x": np.arange(500)}, {"x": np.arange(500, 900)}, row_group_size=50)
-    source = formats.ParquetSource(find(pattern), cache_bytes=2000)
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(15):
-            rows = rng.integers(0, 900, 32)
-            if source.read(rows)["x"].tolist() != rows.tolist():
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, f"seeds {wrong}"
-
-
-def _child(source, rows):
-    raise SystemExit(0 if source.read(rows)["x"].tolist() == rows else 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_open_their_own_files(tmp_path, method):
-    source = formats.open_source(write(tmp_path, {"x": np.arange(60)}, row_group_size=9))
-    source.read([1, 50])
-    child = multiprocessing.get_context(method).Process(target=_child, args=(source, [59, 0, 9]))
-    with source._handles._lock, source._decoded._lock:  # as if another thread were reading
-        child.start()
-    child.join(60)
-    child.kill()  # does nothing to one that has ended
-    child.join()
-    assert child.exitcode == 0
-
-
-def test_grain_takes_it_as_a_source(tmp_path):
-    source = formats.open_source(write(tmp_path, {"x": np.arange(6), "s": list("abcdef")}))
-    dataset = grain.MapDataset.source(source).map(lambda row: f"{row['x']}{row['s']}")
-    assert list(dataset) == ["0a", "1b", "2c", "3d", "4e", "5f"]
 
 
 def test_views_of_text(tmp_path):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import re
 import struct
-import threading
 from pathlib import Path
 
-import grain
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -228,58 +225,6 @@ def test_a_file_that_changes_underneath_is_noticed(tmp_path):
     os.truncate(path, 100)
     with pytest.raises(formats.Mismatch, match=r"a\.bin: wanted 32768 bytes, found 100"):
         source.read([4000])
-
-
-def test_threads_and_pickles(tmp_path):
-    arrays = [some_tokens(900, seed=1), some_tokens(700, seed=2)]
-    for number, tokens in enumerate(arrays):
-        put(tmp_path / f"{number}.bin", tokens)
-    source = formats.open_source(tmp_path / "*.bin", window=7, stride=3)
-    oracle = np.array(windows(arrays, 7, 3))
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(50):
-            rows = rng.integers(0, len(oracle), 64)
-            if source.read(rows)["tokens"].tolist() != oracle[rows].tolist():
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, f"seeds {wrong}"
-    again = pickle.loads(pickle.dumps(source))
-    assert again.read([5])["tokens"].tolist() == [oracle[5].tolist()]
-    assert again.fingerprint() == source.fingerprint()
-
-
-def _child(source, rows, wanted):
-    raise SystemExit(0 if source.read(rows)["tokens"].tolist() == wanted else 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_open_their_own_files(tmp_path, method):
-    source = formats.open_source(put(tmp_path / "a.bin", some_tokens(99)), window=9)
-    wanted = source.read([10, 0, 3])["tokens"].tolist()
-    context = multiprocessing.get_context(method)
-    child = context.Process(target=_child, args=(source, [10, 0, 3], wanted))
-    with source._handles._lock:  # as if another thread were reading
-        child.start()
-    child.join(60)
-    child.kill()  # does nothing to one that has ended
-    child.join()
-    assert child.exitcode == 0
-
-
-def test_grain_takes_it_as_a_source(tmp_path):
-    tokens = some_tokens(30)
-    source = formats.open_source(put(tmp_path / "a.npy", tokens), window=10)
-    dataset = grain.MapDataset.source(source).map(lambda row: row["tokens"].tolist())
-    assert list(dataset) == windows([tokens], 10, 10)
 
 
 def test_fingerprint_sees_content_window_and_stride(tmp_path):
