@@ -22,7 +22,7 @@ def leading(fingerprint: Mapping[str, Any], records: int) -> list[dict[str, Any]
     fingerprint does not tell of files and their records.
     """
     files = fingerprint.get("files")
-    if not isinstance(files, list) or not all({"name", "records"} <= {*file} for file in files):
+    if not isinstance(files, list) or not all(map(_tells_records, files)):
         raise Mismatch(
             "its fingerprint tells of no files with their records: only a source of files can grow"
         )
@@ -48,6 +48,13 @@ def leading(fingerprint: Mapping[str, Any], records: int) -> list[dict[str, Any]
             rest = {name: value for name, value in fingerprint.items() if name != "digest"}
             found.append(sealed(rest | {"records": records, "files": renamed}))
     return found
+
+
+def _tells_records(file: object) -> bool:
+    """Whether an entry of a fingerprint has the name of a file and its number of records."""
+    if not isinstance(file, Mapping):
+        return False
+    return isinstance(file.get("name"), str) and isinstance(file.get("records"), int)
 
 
 def _names(names: list[str]) -> list[list[str]]:

@@ -206,29 +206,6 @@ def test_no_room_leaves_nothing_half(tmp_path):
     assert os.listdir(cache) == []
 
 
-def _open(pattern, cache, barrier):
-    barrier.wait(60)
-    source = formats.open_source(pattern, columns=["id"], cache=cache)
-    raise SystemExit(0 if source.read(range(120))["id"].tolist() == list(range(120)) else 1)
-
-
-def test_processes_that_build_at_the_same_time(tmp_path):
-    pattern = write(tmp_path / "data")
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(3)
-    children = [
-        context.Process(target=_open, args=(pattern, tmp_path / "c", barrier)) for _ in range(3)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        child.kill()
-        child.join()
-    assert [child.exitcode for child in children] == [0, 0, 0]
-    assert len(parts(tmp_path / "c")) == 3
-
-
 def test_who_waits_says_so_and_builds_nothing_twice(tmp_path, monkeypatch, caplog):
     pattern = write(tmp_path / "data")
     cache = tmp_path / "c"

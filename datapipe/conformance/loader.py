@@ -9,10 +9,10 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
+from datapipe.order.plan import Remainder
 from formats.errors import BadRecord
 from formats.source import Spec, sealed
 
-Remainder = Literal["carry", "keep", "drop"]
 Ids = tuple[int, ...]
 """Of the records of one batch, row by row."""
 

@@ -10,10 +10,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from datapipe.conformance.loader import Ids, Loader, Loading, Records, Remainder, Setting
+from datapipe.conformance.loader import Ids, Loader, Loading, Records, Setting
+from datapipe.order.plan import Remainder
 
 _ENDLESS: Final = 5000  # more batches than any check asks for
-_REMAINDERS: Final[tuple[Remainder, ...]] = ("carry", "drop", "keep")
+_REMAINDERS: Final[tuple[Remainder, ...]] = ("carry", "drop", "keep")  # the best one first
 
 
 class FailedError(AssertionError):
@@ -36,7 +37,7 @@ class Trial:
 
     @property
     def remainders(self) -> list[Remainder]:
-        """Those offered, the one to take first."""
+        """The ways to end an epoch that are offered, the best one for checks first."""
         return [each for each in _REMAINDERS if self.offers(each)]
 
     def offers(self, feature: str) -> bool:
