@@ -210,6 +210,8 @@ def write_array_record(
     """
     name = checked_path("path", path)
     group_size = whole("group_size", group_size, 1, "records")
+    if not isinstance(options, str):
+        raise Misuse(f"options: wanted a text, such as 'uncompressed', found {options!r:.80}")
     text = ",".join(filter(None, [f"group_size:{group_size}", options]))
     count = 0
     try:
@@ -219,8 +221,8 @@ def write_array_record(
     with replacing(path) as temporary:
         try:
             writer = array_record_module.ArrayRecordWriter(temporary, text)
-        except ValueError as error:
-            raise Misuse(f"{name}: {error}") from error
+        except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair
+            raise Misuse(f"{name}: options={options!r:.80}: {error}") from error
         for record in records:
             if not isinstance(record, bytes):
                 raise Misuse(

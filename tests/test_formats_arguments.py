@@ -124,6 +124,11 @@ CASES = {
         "record",
         {"[]", "()", "{}", "''", "b''"},
     ),
+    "options": Case(
+        lambda place, v: formats.write_array_record(place / "w.array_record", [b"x"], options=v),
+        "options",
+        {"''"},
+    ),
     "columns to write": Case(
         lambda place, v: formats.write_arrow(place / "w.arrow", v), "column", {"{}"}, {"{'a': 1}"}
     ),
