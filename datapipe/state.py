@@ -20,7 +20,7 @@ made longer. `remainder` is saved, for counting the batches around a saved posit
 of the identity either: an iterator goes on with its own.
 
 If blocks are shuffled (`datapipe.order.block_shuffle`), `plan` has the size of their windows, and
-each source a digest of how it is cut. Skips are addresses (see `datapipe.order.plan`); `plan` has
+each source a digest of how it is cut. Skips are addresses (`datapipe.order.addresses`); `plan` has
 `"skips": "records"` if their records do not come back in later epochs. Sources stand in the order
 of their numbers; a new one comes last. `replaced` has the ids of bad records, for which others
 stand in (see `datapipe.batches.substitutes`), even if they can be read by now. Earlier formats are
@@ -39,6 +39,7 @@ from typing import Any, Final
 
 from datapipe.batches.substitutes import Replaced
 from datapipe.integers import LIMIT
+from datapipe.order import addresses
 from datapipe.order.examples import Examples, Segment
 from datapipe.order.mixture import BLOCK
 from datapipe.order.plan import REMAINDERS, Remainder
@@ -53,7 +54,6 @@ _FIELDS: Final = (
 _NUMBERS: Final = ("version", "permutation", "seed", "blocks", "shuffle_window")  # of a plan
 _TEXTS: Final = ("shuffle", "skips")
 _UNTOLD: Final = 3  # the last format that does not tell the remainder
-_ADDRESSES: Final = LIMIT << 10  # as many sources as a mixture may have, and some
 
 JSON = dict[str, Any]
 
@@ -168,7 +168,7 @@ def _skips(value: object, sources: int) -> tuple[tuple[int, int], ...]:
     last = 0
     for index in range(0, len(numbers), 2):
         least = 1 if last % LIMIT else 0  # neighbours of one source would be one range
-        gap = _integer(numbers[index], f"skips[{index}], a gap", least, _ADDRESSES - last)
+        gap = _integer(numbers[index], f"skips[{index}], a gap", least, addresses.END - last)
         start = last + gap
         length = _integer(numbers[index + 1], f"skips[{index + 1}], a length", 1, LIMIT)
         last = start + length

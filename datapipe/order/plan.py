@@ -1,8 +1,8 @@
 """Which example stands in which batch, and back: arithmetic on what is not skipped.
 
 A *skip* is an example that no batch may hold. It is remembered as ordinals of its source, so that
-it stays in force for the same examples when weights or batch size change; written down, ordinal k
-of source s is the *address* s * 2^62 + k. With `skip_records` its item stays away in all later
+it stays in force for the same examples when weights or batch size change; in lists and states it is
+an *address* (`datapipe.order.addresses`). With `skip_records` its item stays away in all later
 epochs, too (`datapipe.order.lasting_skips`). The *rank* of an example is the number of examples
 before it that are not left out; a batch is the next `batch_size` ranks. `remainder` says what
 becomes of the end of an epoch:
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datapipe.integers import LIMIT, fresh_indices, integer
+from datapipe.order.addresses import addressed, parted
 from datapipe.order.epoch_bounds import EpochBounds
 from datapipe.order.examples import Examples
 from datapipe.order.lasting_skips import lasting_skips
@@ -120,7 +121,7 @@ class Plan:
     def skipped(self) -> list[tuple[int, int]]:
         """What is skipped, as ranges of addresses, ascending."""
         return [
-            (source * LIMIT + start, source * LIMIT + stop)
+            addressed(source, start, stop)
             for source, skips in enumerate(self.skips)
             for start, stop in skips.ranges
         ]
@@ -132,7 +133,7 @@ class Plan:
           Misuse: a range is none, or of a source that the plan does not have.
         """
         more: list[list[tuple[int, int]]] = [[] for _ in self.skips]
-        for source, start, stop in map(_parted, listed(addresses)):
+        for source, start, stop in map(parted, listed(addresses)):
             if source >= len(more):
                 raise Misuse(
                     f"a skip of source {source}, here are {len(more)}: a source of which examples "
@@ -148,7 +149,7 @@ class Plan:
         Raises:
           Misuse: a range is none.
         """
-        return [each for each in listed(addresses) if _parted(each)[0] < self.order.source_count]
+        return [each for each in listed(addresses) if parted(each)[0] < self.order.source_count]
 
     # -- forwards ------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class Plan:
                 zip(self.order.ordinals(start), self.order.ordinals(stop), strict=True)
             ):
                 if first < last:
-                    found.append((source * LIMIT + first, source * LIMIT + last))
+                    found.append(addressed(source, first, last))
         return found
 
     def describe(self, batch: int, count: int = 1) -> tuple[BatchPlan, ...]:
@@ -417,20 +418,6 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((start, stop))
     return found
-
-
-def _parted(addresses: tuple[int, int]) -> tuple[int, int, int]:
-    """Source and ordinals of a range of addresses."""
-    try:
-        start, stop = addresses
-    except (TypeError, ValueError) as error:
-        raise Misuse(f"a range is a pair (start, stop), found {addresses!r:.80}") from error
-    start = integer("start of a range", start, 0, LIMIT << 10)
-    stop = integer("stop of a range", stop, start, LIMIT << 10)
-    source = start // LIMIT
-    if stop - source * LIMIT > LIMIT:
-        raise Misuse(f"a range of addresses is of one source, found {start} to {stop}")
-    return source, start - source * LIMIT, stop - source * LIMIT
 
 
 def _batch_range(batches: int | range) -> tuple[int, int]:
