@@ -7,10 +7,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from formats import arguments
 from formats.errors import Misuse
 
-LIMIT: Final = 1 << 62
-"""Most items of anything: int64 holds them, and the sum of two counts of them."""
+LIMIT: Final = arguments.LIMIT
+"""Most items of anything, 2^62: int64 holds them, and the sum of two counts of them."""
 
 
 def integer(name: str, value: object, first: int, last: int) -> int:

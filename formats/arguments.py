@@ -14,6 +14,7 @@ import numpy as np
 from formats.errors import Misuse
 
 LIMIT = 1 << 62
+"""Most items of anything: int64 holds them, and the sum of two counts of them."""
 
 
 def checked_path(name: str, value: object) -> str:

@@ -11,10 +11,11 @@ import struct
 from dataclasses import dataclass
 from typing import final
 
+from formats.arguments import LIMIT
+
 _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF
 _RECORD_BATCH = 3
-_MAX_ROWS = 1 << 62
 
 
 class BadLayout(ValueError):
@@ -74,7 +75,7 @@ def _layout(data: memoryview) -> Layout:
 
 def checked_rows(rows: list[int]) -> tuple[int, ...]:
     """`rows` if they can be. Raises: BadLayout."""
-    if any(count < 0 for count in rows) or sum(rows) >= _MAX_ROWS:
+    if any(count < 0 for count in rows) or sum(rows) >= LIMIT:
         raise BadLayout(f"its record batches are said to have {sum(rows)} rows")
     return tuple(rows)
 

@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, final
 import numpy as np
 import xxhash
 
+from formats.arguments import LIMIT
 from formats.errors import Misuse, OutOfRange
 
 Batch: TypeAlias = "list[Any] | dict[str, np.ndarray | list[Any]]"
@@ -237,7 +238,7 @@ def _number(index: object) -> int:
     """The number of a record. Raises: Misuse; OutOfRange for one that no source has."""
     if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
         raise Misuse(f"the number of a record is an integer, found {index!r:.80}")
-    if not 0 <= index < 1 << 62:
+    if not 0 <= index < LIMIT:
         raise OutOfRange(f"record {index!r:.80} asked for: they are numbered from 0 to their end")
     return int(index)
 
