@@ -133,21 +133,20 @@ def test_close_again_after_ctrl_c(monkeypatch):
 
 
 @pytest.fixture
-def at_alarm():
+def handled_soon():
     """Has something called by a signal handler, in the main thread, after a moment."""
 
     def call(function):
-        signal.signal(signal.SIGALRM, lambda *_: function())
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.signal(signal.SIGUSR1, lambda *_: function())
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGUSR1)
     yield call
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_signal_handler_closes_while_a_batch_is_waited_for(at_alarm, prefetch):
+def test_a_signal_handler_closes_while_a_batch_is_waited_for(handled_soon, prefetch):
     source = Gate(40)
     pipe = Pipeline(source, batch_size=2, seed=1).map(number, version="1")
     iterator = pipe.iterator(prefetch=prefetch)
@@ -156,7 +155,7 @@ def test_a_signal_handler_closes_while_a_batch_is_waited_for(at_alarm, prefetch)
         source.opened.set()
         iterator.close()
 
-    at_alarm(close)
+    handled_soon(close)
     with pytest.raises(Misuse, match="this iterator is closed"):
         next(iterator)
     assert iterator.next_example == 0
@@ -164,7 +163,7 @@ def test_a_signal_handler_closes_while_a_batch_is_waited_for(at_alarm, prefetch)
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("move", ["next", "seek"])
-def test_a_signal_handler_moves_while_a_batch_is_waited_for(at_alarm, prefetch, move):
+def test_a_signal_handler_moves_while_a_batch_is_waited_for(handled_soon, prefetch, move):
     """Nothing is delivered twice: the call that was interrupted says so, and the next goes on."""
     source = Gate(40)
     pipe = Pipeline(source, batch_size=2, seed=1, epochs=1).map(number, version="1")
@@ -179,7 +178,7 @@ def test_a_signal_handler_moves_while_a_batch_is_waited_for(at_alarm, prefetch, 
             else:
                 iterator.seek(2)
 
-        at_alarm(handle)
+        handled_soon(handle)
         with pytest.raises(Misuse, match=r"moved from within next\(\), by a signal handler"):
             next(iterator)
         found += [batch.tolist() for batch in iterator]

@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Final
 
+from datapipe.prefetch.makers import Bell
 from formats.errors import Misuse
 
 MOVED: Final = (
@@ -24,6 +25,7 @@ class Lifetime:
 
     def __init__(self) -> None:
         self.is_closed = False  # set at any time, by any thread
+        self.bell = Bell()  # rung when it is closed, and whenever a batch was made
         self._pid = os.getpid()
         # Entered as it is: one that Python code enters for it would stay locked after an interrupt.
         self._lock = threading.RLock()

@@ -15,10 +15,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from datapipe.batches.batch import Made, Recipe
@@ -27,6 +25,7 @@ from datapipe.batches.substitutes import Replaced
 from datapipe.batches.window import Window
 from datapipe.order.plan import Plan
 from datapipe.prefetch.lifetime import MOVED, Lifetime
+from datapipe.prefetch.makers import Makers, Task
 from datapipe.prefetch.pace import Pace
 from datapipe.prefetch.stats import Meter, Stats
 from formats.errors import Misuse, WorkerFailed
@@ -58,7 +57,7 @@ class _Coming:
     done: Callable[[], Any]  # what `made` gives is not asked for again
     holds: Callable[[Sequence[Fault], Replaced], bool]  # see `Window.holds`
     next_example: int
-    placed: Future[Made] | None = None
+    placed: Task[Made] | None = None
 
 
 class Prefetcher:
@@ -82,9 +81,9 @@ class Prefetcher:
         self._meter = Meter(pace)
         self._queue: deque[_Coming] = deque()
         self._batch_bytes = 0  # of the largest one
-        self._makers: ThreadPoolExecutor | None = None
-        self._placer: ThreadPoolExecutor | None = None
-        self._waited_for: set[SimpleQueue[Future[Made] | None]] = set()
+        bell = self.lifetime.bell
+        self._makers = Makers(pace.threads, "datapipe", bell)
+        self._placer = Makers(1, "datapipe-place", bell)
         self._pool: WorkerPool | None = None
         if pace.workers:
             self._pool = self._made_pool()
@@ -162,20 +161,18 @@ class Prefetcher:
     def stop(self) -> None:
         """Ends the waiting for a batch, in whatever thread."""
         self.lifetime.is_closed = True
-        for news in tuple(self._waited_for):
-            news.put(None)
+        self.lifetime.bell.ring()
         if self._pool is not None:
             self._pool.close(wait=False)
 
     def close(self, *, wait: bool) -> None:
         """Stops working; `wait`: until threads and processes have ended."""
         self.stop()
-        self._drop()
+        self._drop()  # before the threads are waited for
         if self._pool is not None:
             self._pool.close(wait=wait)
-        for executor in (self._makers, self._placer):
-            if executor is not None:
-                executor.shutdown(wait=wait, cancel_futures=True)
+        self._makers.close(wait=wait)
+        self._placer.close(wait=wait)
 
     # -- the queue -----------------------------------------------------------------------------
 
@@ -183,8 +180,9 @@ class Prefetcher:
         for coming in list(self._queue):
             coming.cancel()
             if coming.placed is not None:
-                coming.placed.cancel()
+                coming.placed.drop()
         self._queue.clear()
+        self.lifetime.bell.ring()
 
     def _made(self, coming: _Coming) -> Made:
         """Waits for it, or makes it now."""
@@ -192,21 +190,14 @@ class Prefetcher:
             return _placed(coming, self._feed)
         return self._result(coming.placed)
 
-    def _result(self, future: Future[Made]) -> Made:
+    def _result(self, task: Task[Made]) -> Made:
         """Waits until it is there, or nobody is to wait any more."""
-        if not future.done():
-            news: SimpleQueue[Future[Made] | None] = SimpleQueue()
-            self._waited_for.add(news)
-            try:
-                future.add_done_callback(news.put)
-                if not self.lifetime.is_closed:  # after which `stop` would not find it
-                    news.get()
-            finally:
-                self._waited_for.discard(news)
-        if future.cancelled() or not future.done():
-            self.lifetime.refuse_closed()
+        lifetime = self.lifetime
+        lifetime.bell.wait(lambda: task.is_over or lifetime.is_closed)
+        if task.is_dropped or not task.is_over:
+            lifetime.refuse_closed()
             raise Misuse(MOVED)
-        return future.result()
+        return task.result()
 
     def _fill(self, wanted: int) -> None:
         while len(self._queue) < wanted and self._has_window():
@@ -222,10 +213,8 @@ class Prefetcher:
             return _Coming(work, _nothing, partial(window.done, index), holds, position)
         if self._pace.prefetch == 0 or self._is_quick or window.is_at_hand(index):
             return _Coming(work, _nothing, _nothing, holds, position)
-        if self._makers is None:
-            self._makers = ThreadPoolExecutor(self._pace.threads, "datapipe")
-        future = self._makers.submit(work)
-        return _Coming(partial(self._result, future), future.cancel, _nothing, holds, position)
+        task = self._makers.submit(work)
+        return _Coming(partial(self._result, task), task.drop, _nothing, holds, position)
 
     def _place(self, feed: Feed) -> None:
         """Has the first few of the queue placed on their devices."""
@@ -233,9 +222,7 @@ class Prefetcher:
             return
         for coming in list(self._queue)[:PLACED]:
             if coming.placed is None:
-                if self._placer is None:
-                    self._placer = ThreadPoolExecutor(1, "datapipe-place")
-                coming.placed = self._placer.submit(_placed, coming, feed)
+                coming.placed = self._placer.submit(partial(_placed, coming, feed))
 
     def _made_pool(self) -> WorkerPool:
         from datapipe.prefetch.worker_pool import WorkerPool
@@ -308,5 +295,5 @@ def _close_all() -> None:
             each.close(wait=True)
 
 
-# Before executors are waited for, which would make all that is in their queues.
+# While there is an interpreter that threads can run in; atexit comes after that.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

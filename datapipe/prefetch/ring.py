@@ -110,21 +110,35 @@ def mapped(fd: int, size_bytes: int) -> Bytes:
 _numbers = itertools.count()
 
 
+class _Lent(weakref.ref[Bytes]):
+    """An array on a slot."""
+
+    __slots__ = ("slot",)
+    slot: int
+
+
 class Ring:
     """Slots of one size. Pages that were never used cost nothing.
 
-    A slot is *free*, *granted* to a worker that may write to it, or *lent* to the user, as long as
-    an array of the batch in it is alive.
+    A slot is *free*, *granted* to a worker that may write to it, or *lent*, as long as an array on
+    it is alive. So nobody has to give it back, at a time when an interrupt might come in between.
+
+    Args:
+      slots: their number.
+      slot_bytes: the size of each.
+      kept: how many the user may keep.
     """
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    def __init__(self, slots: int, slot_bytes: int, kept: int) -> None:
         self.number = next(_numbers)
         self.slots = slots
         self.slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = anonymous(slots * self.slot_bytes)
         self._memory = mapped(self.fd, slots * self.slot_bytes)
-        self._free = deque(range(slots))
-        self._granted = 0
+        self._free: deque[int | _Lent] = deque(range(slots))
+        self._lent: dict[int, _Lent] = {}
+        self._most_kept = kept
+        self._kept: list[weakref.ref[Bytes]] = []
         self._closing = weakref.finalize(self, os.close, self.fd)
 
     @property
@@ -132,35 +146,30 @@ class Ring:
         """How many slots are free."""
         return len(self._free)
 
-    @property
-    def lent(self) -> int:
-        """How many slots the user has."""
-        return self.slots - len(self._free) - self._granted
-
     def grant(self) -> int:
         """A free slot, for a worker. There must be one."""
         slot = self._free.pop()  # the one used last: fewer pages are touched
-        self._granted += 1
-        return slot
+        return slot.slot if isinstance(slot, _Lent) else slot
 
     def take_back(self, slot: int) -> None:
         """A granted slot is free again."""
-        self._granted -= 1
         self._free.append(slot)
 
     def lend(self, slot: int, size_bytes: int) -> Bytes:
-        """What lies in a granted slot; free when nothing refers to it any more."""
+        """What lies in a granted slot, which is free when nothing refers to the array any more."""
         # A view of NumPy would not do: its own views would refer to the whole ring instead of it.
         start = slot * self.slot_bytes
         lent = np.frombuffer(self._memory.data[start : start + size_bytes], np.uint8)
-        # The collector may come at any time, in any thread: it appends, and takes no lock.
-        weakref.finalize(lent, self._free.append, slot).atexit = False
-        self._granted -= 1
+        # The collector may come at any time, in any thread, and an interrupt with it: what it calls
+        # takes no lock and is no Python.
+        self._lent[slot] = reference = _Lent(lent, self._free.append)
+        reference.slot = slot
         return lent
 
-    def copied(self, slot: int, size_bytes: int) -> Bytes:
-        """A copy of what lies in a granted slot, which is free then."""
-        start = slot * self.slot_bytes
-        copy = self._memory[start : start + size_bytes].copy()
-        self.take_back(slot)
-        return copy
+    def handed_over(self, lent: Bytes) -> Bytes:
+        """For the user: that array, or a copy where the user keeps as many slots as may be kept."""
+        kept = [each for each in self._kept if each() is not None]
+        if len(kept) >= self._most_kept:
+            return lent.copy()
+        self._kept = [*kept, weakref.ref(lent)]
+        return lent

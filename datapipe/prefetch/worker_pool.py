@@ -2,7 +2,7 @@
 
 A *task* is a window: a position, a number of batches, a slot for each. Whichever worker has least
 to do gets the next one; what comes out does not depend on it. One thread here talks with all of
-them. Who wants a batch waits for it on a condition, so that nothing that a worker does or fails to
+them. Who wants a batch waits until it rings a bell, so that nothing that a worker does or fails to
 do stops a change of position or `close`.
 
 A worker that dies is replaced, and what it had not delivered is given out again. Workers are
@@ -48,11 +48,12 @@ KEPT: Final = 4
 class _Place(NamedTuple):
     """Where a batch lies that was made."""
 
-    ring: Ring | None  # None: in memory of its own
-    slot: int
-    memory: Bytes | None
-    size_bytes: int
+    memory: Bytes
+    ring: Ring | None  # the memory is a slot of; None: it is the batch's own
     is_error: bool
+
+
+_TAKEN: Final = _Place(np.zeros(0, np.uint8), None, is_error=False)
 
 
 class Job:
@@ -139,7 +140,8 @@ class WorkerPool:
         self._size = workers
         self._slots = 2 * workers * window + KEPT
         self._lifetime = lifetime
-        self._condition = threading.Condition(threading.RLock())
+        # Entered as it is, and no Condition: see `datapipe.prefetch.makers`.
+        self._lock = threading.RLock()
         with contextlib.ExitStack() as held:
             self._work = pickled_work(recipe, rows)
             held.callback(os.close, self._work.fd)
@@ -170,7 +172,7 @@ class WorkerPool:
 
     def restart(self) -> None:
         """Forgets all windows."""
-        with self._condition:
+        with self._lock:
             self._generation += 1
             self._wanted[0] = self._generation
             for job in self._jobs.values():
@@ -180,12 +182,12 @@ class WorkerPool:
             if not self.is_lost:
                 self._deaths = 0
                 self._failure = None
-            self._condition.notify_all()
+        self._lifetime.bell.ring()
 
     @property
     def has_room(self) -> bool:
         """Whether another window may be begun."""
-        with self._condition:
+        with self._lock:
             return len(self._jobs) < 2 * self._size
 
     def window(self, plan: Plan, next_example: int, count: int, replaced: Replaced) -> Job:
@@ -194,7 +196,7 @@ class WorkerPool:
         order = self._order
         if order is None or order.plan is not plan or order.replaced is not replaced:
             order = self._order = child.Order(plan, replaced)
-        with self._condition:
+        with self._lock:
             self._numbers += 1
             job = Job(self, planned, self._numbers, self._generation, order, next_example)
             if job.count:
@@ -206,19 +208,19 @@ class WorkerPool:
 
     def batch(self, job: Job, index: int) -> Made:
         """See `Job.batch`."""
-        with self._condition:
-            while job.places[index] is None:
+        self._lifetime.bell.wait(lambda: job.places[index] is not None or self._is_over(job))
+        with self._lock:
+            place = job.places[index]
+            if place is None:
                 if self._failure is not None:
                     raise self._failure
-                if self._is_closed or job.generation != self._generation:
-                    self._lifetime.refuse_closed()
-                    raise Misuse(MOVED)
-                self._condition.wait()
-            place = job.places[index] = self._as_memory(job.places[index])
+                self._lifetime.refuse_closed()
+                raise Misuse(MOVED)
             self._deaths = 0
-        assert place is not None
-        assert place.memory is not None
-        value = opened(place.memory)
+            ring, memory = place.ring, place.memory
+            if ring is not None:
+                memory = ring.handed_over(memory)
+        value = opened(memory)
         if place.is_error:
             raise unpacked(value)
         made: Made = value
@@ -226,7 +228,7 @@ class WorkerPool:
 
     def done(self, job: Job, index: int) -> None:
         """See `Job.done`."""
-        with self._condition:
+        with self._lock:
             self._forget(job, index + 1)
             if job.taken == job.count:
                 self._jobs.pop(job.number, None)
@@ -246,28 +248,21 @@ class WorkerPool:
 
     def pids(self) -> list[int]:
         """The processes that are there now."""
-        with self._condition:
+        with self._lock:
             return [each.process.pid for each in self._workers]
 
     # -- within ----------------------------------------------------------------------------------
 
-    def _as_memory(self, place: _Place | None) -> _Place:
-        """Lends a slot, or copies it where the user keeps so many that work would stand still."""
-        assert place is not None
-        if place.memory is not None or place.ring is None:
-            return place
-        lends = place.ring.lent < KEPT
-        take = place.ring.lend if lends else place.ring.copied
-        return place._replace(ring=None, memory=take(place.slot, place.size_bytes))
+    def _is_over(self, job: Job) -> bool:
+        """Whether no more of it will come."""
+        is_stale = job.generation != self._generation
+        return is_stale or self._is_closed or self._failure is not None
 
     def _forget(self, job: Job, stop: int) -> None:
         """Lets go of the batches before `stop`."""
         for index in range(job.taken, stop):
-            place = job.places[index]
-            if place is not None and place.ring is not None:
-                place.ring.take_back(place.slot)
-            if place is not None:
-                job.places[index] = place._replace(ring=None, memory=None)
+            if job.places[index] is not None:
+                job.places[index] = _TAKEN
         job.taken = max(job.taken, stop)
 
     def _start(self) -> None:
@@ -289,24 +284,24 @@ class WorkerPool:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                with self._condition:
+                with self._lock:
                     self._hire()
                     self._give_out()
                 ready = self._poll()
-                with self._condition:
+                with self._lock:
                     for each in list(self._workers):
                         if each.heard_of(ready):
                             self._hear(each)
-                    self._condition.notify_all()
+                self._lifetime.bell.ring()
         except BaseException as error:
-            with self._condition:
+            with self._lock:
                 self.is_lost = True
                 self._failure = WorkerFailed(
                     f"the workers cannot be led any more: {error!r}. The position stays, and the "
                     "next call starts others; without workers goes pipe.iterator(workers=0)"
                 )
                 self._failure.__cause__ = error
-                self._condition.notify_all()
+            self._lifetime.bell.ring()
         finally:
             self._leave()
 
@@ -387,24 +382,27 @@ class WorkerPool:
             self._release(each, job)
             return
         slot = job.slots.pop(message.batch, -1)
-        place = _Place(job.ring, slot, None, message.size_bytes, message.is_error)
-        is_stale = job.generation != self._generation
-        if job.ring is not None and (is_stale or message.is_enclosed):
-            job.ring.take_back(slot)
+        ring = job.ring
         if message.is_enclosed:
-            place = place._replace(ring=None, memory=mapped(fds[0], message.size_bytes))
+            if ring is not None:
+                ring.take_back(slot)
+            memory = mapped(fds[0], message.size_bytes)
             os.close(fds[0])
-            if job.ring is self._ring and not message.is_error:
+            if ring is self._ring and not message.is_error:
                 self._enlarge(message.size_bytes)
-        if not is_stale:
-            job.places[message.batch] = place
+            ring = None
+        else:
+            assert ring is not None
+            memory = ring.lend(slot, message.size_bytes)
+        if job.generation == self._generation:
+            job.places[message.batch] = _Place(memory, ring, message.is_error)
         if message.batch == job.count - 1:
             self._release(each, job)
 
     def _enlarge(self, size_bytes: int) -> None:
         """Slots for batches a little larger than this one; tasks that are out keep theirs."""
         before = 0 if self._ring is None else self._ring.slot_bytes
-        self._ring = Ring(self._slots, max(2 * before, size_bytes + size_bytes // 4))
+        self._ring = Ring(self._slots, max(2 * before, size_bytes + size_bytes // 4), KEPT)
 
     def _release(self, each: WorkerProcess, job: Job) -> None:
         """A worker has nothing to do with a job any more."""
@@ -440,14 +438,14 @@ class WorkerPool:
         is_there, self._is_there = self._is_there, False
         if not is_there:
             return
-        with self._condition:
+        with self._lock:
             for each in self._workers:
                 each.process.kill()
             for each in self._workers:
                 each.collect()
             self._workers.clear()
             self._is_closed = True
-            self._condition.notify_all()
+        self._lifetime.bell.ring()
         self._held.close()
 
 
