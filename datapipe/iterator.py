@@ -71,13 +71,15 @@ class Iterator(grain.DatasetIterator[Any]):
             too many have been; the position stays, as it does whatever else is raised.
           Misuse: the iterator is closed, also while this waits; or it is of another process.
         """
+        lifetime = self._lifetime
         before = self._at
         after: _Position | None = None
         try:
-            with self._lifetime.turn():
-                self._lifetime.refuse_closed()
+            with lifetime.turn():
                 before = self._at
-                self._follow()
+                if lifetime.is_closed or self._is_cut_short:
+                    lifetime.refuse_closed()
+                    self._follow()
                 self._is_cut_short = True
                 ready = self._prefetcher.next()
                 if ready is None:
@@ -91,8 +93,8 @@ class Iterator(grain.DatasetIterator[Any]):
                 for fault in ready.faults:
                     _log.warning("%s: another record takes its place", fault)
                 at = _Position(before.plan, ready.next_example, replaced)
-                self._lifetime.refuse_closed()
-                if self._at is not before:
+                if lifetime.is_closed or self._at is not before:
+                    lifetime.refuse_closed()
                     raise Misuse(MOVED)
                 # Without a call, at which an interrupt could come in between.
                 self._at = after = at
