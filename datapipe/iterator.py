@@ -106,6 +106,9 @@ class Iterator(grain.DatasetIterator[Any]):
                 self._is_cut_short = True
             raise
 
+    # Grain would wrap it in a function in Python, within which an interrupt loses the batch.
+    __next__.is_traceback_filtered = True  # type: ignore[attr-defined]
+
     def start_prefetch(self) -> None:
         """Starts to make batches, if `prefetch` allows any, before the first one is asked for."""
         with self._lifetime.turn():
@@ -131,7 +134,8 @@ class Iterator(grain.DatasetIterator[Any]):
         super().close()
         self._prefetcher.stop()
         with self._lifetime.turn():
-            self._prefetcher.close(wait=True)
+            self._prefetcher.close(wait=False)
+        self._prefetcher.close(wait=True)  # behind it, so that others who wait are refused now
 
     def __enter__(self) -> Iterator:
         return self
