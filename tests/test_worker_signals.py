@@ -54,13 +54,16 @@ with pipe.iterator(workers=2) as iterator:
 print("the same" if found == wanted else found)
 """
 
+DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+"""A shell that starts the tests in the background has it ignored."""
+
 
 @pytest.mark.parametrize("sent", IGNORED)
 def test_a_signal_to_the_group_while_workers_start(tmp_path, sent):
     (tmp_path / "sitecustomize.py").write_text(HELD_UP)
     path = os.pathsep.join([str(tmp_path), str(HERE.parent)])
     program = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(HERE)],
+        [sys.executable, "-c", DEFAULT + TRAINER, str(HERE)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path, "PLACE": str(tmp_path)},
