@@ -8,6 +8,7 @@ drops what was made ahead under another (`datapipe.prefetch.prefetcher`).
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -143,7 +144,9 @@ class Iterator(grain.DatasetIterator[Any]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_ending():  # all are closed by then, and modules may have lost what they import
+            return
         lifetime = getattr(self, "_lifetime", None)  # None where __init__ was never reached
         if lifetime is not None and lifetime.is_ours:
             # A collector may run in one of the threads that a plain close() would wait for.
