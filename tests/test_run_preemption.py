@@ -13,14 +13,6 @@ from loop_in_memory import GUARD, Batches, MemoryManager, plain, reference, run_
 from ckpt.run import Run
 
 
-@pytest.fixture(autouse=True)
-def default_handler():
-    """What a test before has left for SIGTERM would be called as well."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
 @pytest.fixture
 def manager() -> MemoryManager:
     return MemoryManager()

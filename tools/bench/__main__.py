@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -15,17 +13,20 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from tools.bench.asking import WorkerFailedError, WrongValuesError, progress
+from tools.bench.asking import progress
 from tools.bench.cases import NAMES, cases_of
 from tools.bench.commands import (
+    failures,
     interference,
+    must_fit,
     outage,
+    own_place,
     packing,
     permute,
     pipeline,
     restart,
     seek,
-    stop,
+    stoppable,
 )
 from tools.bench.conformance import conformance
 from tools.bench.pairs import Plan
@@ -63,18 +64,13 @@ def checkpoint(
 
     Exit codes: 0 done, 1 a side failed or restored wrong values, 2 wrong use.
     """
-    signal.signal(signal.SIGTERM, stop)
     names = case or list(NAMES)
     for name in names:
         if name not in NAMES:
             raise typer.BadParameter(f"wanted one of {', '.join(NAMES)}, found {name!r}")
     found = [(name, each) for name in names for each in cases_of(name, scale)]
-    place = Path(tempfile.mkdtemp(prefix="lastgood-bench-", dir=directory))
-    try:
-        needed = _DISK_FACTOR * max(each.nbytes for _, each in found)
-        free = shutil.disk_usage(place).free
-        if free < needed:
-            raise typer.BadParameter(f"{place}: wanted {needed} bytes free, found {free}")
+    with own_place(directory) as place, failures():
+        must_fit(place, _DISK_FACTOR * max(each.nbytes for _, each in found))
         results = []
         for name, each in found:
             sides = [OURS]
@@ -86,11 +82,6 @@ def checkpoint(
                     sides += PEERS
             plan = Plan(place, scale, pairs, tuple(sides), tell=progress)
             results.append(plan.measure(each, name))
-    except (WrongValuesError, WorkerFailedError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
     if as_json:
         typer.echo(json.dumps(to_json(results), indent=1))
     else:
@@ -114,10 +105,10 @@ def damage(
     from tools.bench import damage_table
     from tools.bench.damaged_run import survey
 
-    signal.signal(signal.SIGTERM, stop)
     drawn = time.time_ns() % 1_000_000 if seed is None else seed
     quiet = Console(stderr=True)
     with (
+        stoppable(),
         tempfile.TemporaryDirectory(prefix="lastgood-damage-") as name,
         Progress(console=quiet, transient=True, disable=not quiet.is_terminal) as progress,
     ):

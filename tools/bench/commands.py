@@ -53,11 +53,11 @@ def interference(
             raise typer.BadParameter(
                 f"wanted one of {', '.join(interfering.SIDES)}, found {name!r}"
             )
-    with _place(directory) as place, _failures():
+    with own_place(directory) as place, failures():
         plan = interfering.Plan(
             place, scale, pairs, saves, sides, step_s=step_ms / 1e3, tell=progress
         )
-        _must_fit(place, (saves + 1) * plan.nbytes)
+        must_fit(place, (saves + 1) * plan.nbytes)
         result = plan.measure()
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=1))
@@ -75,11 +75,11 @@ def restart(
 
     Exit codes: 0 done, 1 a process failed or restored wrong values, 2 wrong use.
     """
-    with _place(directory) as place, _failures():
+    with own_place(directory) as place, failures():
         plans = [
             restarts.Plan(place, scale * each, pairs, tell=progress) for each in restarts.SCALES
         ]
-        _must_fit(place, 4 * max(plan.nbytes for plan in plans))
+        must_fit(place, 4 * max(plan.nbytes for plan in plans))
         results = [plan.measure() for plan in plans]
     if as_json:
         typer.echo(json.dumps(restarts.to_json(results), indent=1))
@@ -99,9 +99,9 @@ def outage(
 
     Exit codes: 0 everything due is in place, 1 it is not, or the run stopped, 2 wrong use.
     """
-    with _place(directory) as place, _failures():
+    with own_place(directory) as place, failures():
         plan = outages.Plan(place, scale, away_s, before_s, save_s, tell=progress)
-        _must_fit(place, plan.needed_bytes)
+        must_fit(place, plan.needed_bytes)
         result = plan.measure()
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=1))
@@ -121,7 +121,7 @@ def permute(
     """
     from tools.bench import permute as permuting  # Grain brings JAX, which others set up first
 
-    with _failures():
+    with failures():
         results = [permuting.measure(n, rounds) for n in permuting.SIZES]
     if as_json:
         typer.echo(json.dumps(permuting.to_json(results), indent=1))
@@ -143,7 +143,7 @@ def packing(
     """
     from tools.bench import packing as packs  # Grain brings JAX, which others set up first
 
-    with _failures():
+    with failures():
         padding = packs.paddings(packed)
         cost = [each for n in documents or (10**6, 10**7) for each in packs.costs(n)]
     if as_json:
@@ -162,7 +162,7 @@ def seek(
     """
     from tools.bench import seek as seeking  # Grain brings JAX, which others set up first
 
-    with _failures():
+    with failures():
         results = [seeking.measure(case, rounds) for case in seeking.CASES]
     if as_json:
         typer.echo(json.dumps(seeking.to_json(results), indent=1))
@@ -195,8 +195,8 @@ def pipeline(
             raise typer.BadParameter(f"wanted one of {', '.join(_PIPELINES)}, found {name!r}")
     if peers and importlib.util.find_spec("datasets") is None:
         raise typer.BadParameter("--peers needs pip install -e '.[peers]'")
-    with _place(directory) as place, _failures():
-        _must_fit(place, round(scale * _PIPELINE_BYTES))
+    with own_place(directory) as place, failures():
+        must_fit(place, round(scale * _PIPELINE_BYTES))
         results = []
         for name in names:
             found = pipelines.case_of(name, place, scale, peers=peers)
@@ -208,18 +208,32 @@ def pipeline(
 
 
 @contextlib.contextmanager
-def _place(directory: Path | None) -> Iterator[Path]:
-    """A directory of our own, removed at the end, also when we are told to stop."""
-    signal.signal(signal.SIGTERM, stop)
-    place = Path(tempfile.mkdtemp(prefix="lastgood-bench-", dir=directory))
+def stoppable() -> Iterator[None]:
+    """Ended from outside: workers are stopped and what was written is removed, as by Ctrl-C."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield place
+        yield
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def own_place(directory: Path | None) -> Iterator[Path]:
+    """A directory of our own, removed at the end, also when we are told to stop."""
+    with stoppable():
+        place = Path(tempfile.mkdtemp(prefix="lastgood-bench-", dir=directory))
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[None]:
     try:
         yield
     except (WrongValuesError, WorkerFailedError) as error:
@@ -227,12 +241,7 @@ def _failures() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _must_fit(place: Path, needed_bytes: int) -> None:
+def must_fit(place: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise typer.BadParameter(f"{place}: wanted {needed_bytes} bytes free, found {free}")
-
-
-def stop(number: int, _frame: object) -> None:
-    """Ended from outside: the worker is stopped and what was written is removed, as by Ctrl-C."""
-    raise SystemExit(128 + number)
