@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +50,36 @@ def child(code: str, *arguments: Any) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+@contextlib.contextmanager
+def forked(path: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that opened the arena at `path`, ran `code` with it, and has a fork that sleeps.
+
+    The fork has let go of what it inherited, and is ended behind.
+    """
+    parent = child(FORKING.format(code=code), path)
+    assert parent.stdout is not None
+    fork = int(parent.stdout.readline())
+    try:
+        yield parent
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        parent.communicate()
+
+
+FORKING = """
+import os, sys, time
+from ckpt.arena import Arena
+arena = Arena(sys.argv[1], owner={{"run": "forks"}}, slots=1)
+{code}
+pid = os.fork()
+if pid == 0:
+    print(os.getpid(), flush=True)  # by now it has let go of what it inherited
+    time.sleep(60)
+    os._exit(0)
+sys.stdin.readline()
+"""
 
 
 class Place:

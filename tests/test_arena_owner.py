@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from arena_slots import OWNER, arena, child, plan_of, put, steps
+from arena_slots import OWNER, arena, child, forked, plan_of, put, steps
 
 from ckpt.arena import Arena
 from ckpt.errors import InUse
@@ -54,29 +53,12 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    code = """
-import os, sys, time
-from ckpt.arena import Arena
-arena = Arena(sys.argv[1], owner={"run": "forks"})
-pid = os.fork()
-if pid == 0:
-    print(os.getpid(), flush=True)  # by now it has let go of what it inherited
-    time.sleep(60)
-    os._exit(0)
-sys.stdin.readline()
-"""
-    parent = child(code, tmp_path / "arena")
-    assert parent.stdout is not None
-    grandchild = int(parent.stdout.readline())
-    try:
+    with forked(tmp_path / "arena", "") as parent:
         with pytest.raises(InUse):
             Arena(tmp_path / "arena", owner=OWNER)
         parent.kill()
         parent.wait()
         Arena(tmp_path / "arena", owner=OWNER).close(remove=True)
-    finally:
-        os.kill(grandchild, signal.SIGKILL)
-        parent.communicate()
 
 
 def test_a_lock_that_says_nothing_still_refuses(arena: Arena) -> None:

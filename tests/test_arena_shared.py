@@ -6,28 +6,19 @@ import fcntl
 import json
 import os
 import re
-import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from arena_slots import OWNER, Place, child, plan_of, put, steps
+from arena_slots import OWNER, Place, arena, child, forked, plan_of, put, steps
 
 from ckpt import image
 from ckpt.arena import Arena, Slot
 from ckpt.errors import InUse, Misuse, StoreFailed
 from ckpt.owning import remove_stale, stale_arenas
 
-
-@pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
-    arena = Arena(tmp_path / "arena", owner=OWNER)
-    yield arena
-    arena.close(remove=True)
-    assert not (tmp_path / "arena").exists()
-
+__all__ = ["arena"]  # a fixture
 
 # -- several holders, readers elsewhere
 
@@ -93,30 +84,12 @@ def test_a_slot_that_another_process_reads_is_not_filled(arena: Arena) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_forked_child_does_not_keep_a_slot_locked(tmp_path: Path) -> None:
-    code = """
-import os, sys, time
-from ckpt.arena import Arena
-arena = Arena(sys.argv[1], owner={"run": "forks"}, slots=1)
-slot = arena.claim(100)
-pid = os.fork()
-if pid == 0:
-    print(os.getpid(), flush=True)
-    time.sleep(60)
-    os._exit(0)
-sys.stdin.readline()
-"""
-    parent = child(code, tmp_path / "arena")
-    assert parent.stdout is not None
-    grandchild = int(parent.stdout.readline())
-    try:
+    with forked(tmp_path / "arena", "slot = arena.claim(100)") as parent:
         parent.kill()
         parent.wait()
         arena = Arena(tmp_path / "arena", owner=OWNER, slots=1)
         put(arena, 1).release()
         arena.close(remove=True)
-    finally:
-        os.kill(grandchild, signal.SIGKILL)
-        parent.communicate()
 
 
 def test_a_copy_that_failed_costs_no_snapshot(arena: Arena) -> None:
