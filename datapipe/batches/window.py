@@ -145,7 +145,7 @@ class Window:
         if self._rows is not None:
             batches = [batch[self._rows] for batch in batches]
         examples = np.concatenate(batches)
-        return self._plan.locate(examples)
+        return self._plan.order.locate(examples)
 
     def _cut(self, rows: Rows) -> list[Rows]:
         """These rows by batch."""

@@ -215,7 +215,7 @@ class Plan:
         """Source, epoch and item of each row of these batches; see `records`."""
         first, stop = _batch_range(batches)
         rows = [self._ranks.examples(*ranks) for ranks in self._bounds(0, first, stop)]
-        return self.locate(np.concatenate([np.zeros(0, np.int64), *rows]))
+        return self.order.locate(np.concatenate([np.zeros(0, np.int64), *rows]))
 
     def span(self, next_example: int, first: int, stop: int) -> list[tuple[int, int]]:
         """The examples held by batches first..stop-1, counted from a position.
@@ -258,7 +258,7 @@ class Plan:
         count = integer("count", count, 0, LIMIT)
         found: list[BatchPlan] = []
         for index, ranks in enumerate(self._bounds(0, batch, batch + count), start=batch):
-            rows = self.locate(self._ranks.examples(*ranks))
+            rows = self.order.locate(self._ranks.examples(*ranks))
             found.append(BatchPlan(index, tuple(self._ranks.ranges(*ranks)), rows))
         return tuple(found)
 
