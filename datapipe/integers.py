@@ -22,11 +22,11 @@ def integer(name: str, value: object, first: int, last: int) -> int:
     """
     if type(value) is int and first <= value <= last:
         return value
-    if isinstance(value, np.integer):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
-        raise Misuse(f"{name} must be an integer in [{first}, {last}], found {value!r}")
-    return value
+    found = arguments.as_integer(value)
+    if found is None or not first <= found <= last:
+        shown = value if found is None else found
+        raise Misuse(f"{name} must be an integer in [{first}, {last}], found {shown!r}")
+    return found
 
 
 def fresh_indices(indices: ArrayLike, n: int) -> NDArray[np.int64]:

@@ -60,16 +60,23 @@ def mapping(name: str, value: object) -> dict[str, Any]:
     return dict(value)
 
 
+def as_integer(value: object) -> int | None:
+    """As a Python int, which does not overflow; None: booleans, floats and all else are none."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    return None
+
+
 def whole(name: str, value: object, least: int, of: str) -> int:
     """An integer from `least` to 2^62; NumPy's are, booleans and floats are none. Raises: Misuse.
 
     `of`: what it counts.
     """
-    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_whole or not least <= int(cast(int, value)) <= LIMIT:
-        shown = value if is_whole and abs(int(cast(int, value))) < LIMIT else _shown(value)
+    found = as_integer(value)
+    if found is None or not least <= found <= LIMIT:
+        shown = _shown(value) if found is None or abs(found) >= LIMIT else found
         raise Misuse(f"{name}={shown}: wanted a number of {of}, at least {least}")
-    return int(cast(int, value))
+    return found
 
 
 def truth(name: str, value: object) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, final
 import numpy as np
 import xxhash
 
-from formats.arguments import LIMIT
+from formats.arguments import LIMIT, as_integer
 from formats.errors import Misuse, OutOfRange
 
 Batch: TypeAlias = "list[Any] | dict[str, np.ndarray | list[Any]]"
@@ -236,11 +236,12 @@ def as_rows(indices: np.ndarray | Sequence[int], length: int) -> np.ndarray:
 
 def _number(index: object) -> int:
     """The number of a record. Raises: Misuse; OutOfRange for one that no source has."""
-    if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+    found = as_integer(index)
+    if found is None:
         raise Misuse(f"the number of a record is an integer, found {index!r:.80}")
-    if not 0 <= index < LIMIT:
+    if not 0 <= found < LIMIT:
         raise OutOfRange(f"record {index!r:.80} asked for: they are numbered from 0 to their end")
-    return int(index)
+    return found
 
 
 def grouped(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from datapipe.sources.indexes import Kept, Lengths
 from datapipe.sources.scanning import batches
+from formats.arguments import as_integer
 from formats.errors import BadRecord, Misuse
 
 if TYPE_CHECKING:
@@ -93,8 +94,9 @@ def _boolean(answer: Any) -> bool:
 
 
 def _count(answer: Any) -> int:
-    if isinstance(answer, bool) or not isinstance(answer, int | np.integer):
+    found = as_integer(answer)
+    if found is None:
         raise ValueError("a number of tokens")
-    if not 0 <= answer < 1 << 61:
+    if not 0 <= found < 1 << 61:
         raise ValueError("a number of tokens from 0 on")
-    return int(answer)
+    return found
